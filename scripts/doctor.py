@@ -16,6 +16,7 @@ errors: training would fail. Node 0 prints the findings.
 
 import argparse
 import contextlib
+import functools
 import os
 import platform
 import random
@@ -218,7 +219,8 @@ def check_all(args: argparse.Namespace) -> list[Finding]:
         "MTU": mtu.read_text().strip() if mtu.exists() else "unknown",
     }
     nodes = gather(facts | {"own": own, "now": now, "need": need, "data": bool(sources)}, world)
-    findings = [(OK, f"node 0: torch {torch.__version__}, GPUs: {', '.join(gpus) or 'none'}")]
+    shown = ", ".join(nodes[0]["GPUs"]) or "none"
+    findings = [(OK, f"node 0 has torch {torch.__version__}, GPUs: {shown}")]
     for node in nodes:
         findings += [(level, node["name"] + text, *why) for level, text, *why in node["own"]]
         ahead = node["now"] - nodes[0]["now"]
@@ -264,12 +266,6 @@ def check_network(args: argparse.Namespace, nodes: list[dict], world: Any) -> It
             durations.append(time.perf_counter() - began)
         return gather(statistics.median(durations), world)
 
-    def pass_on(sender: int) -> None:
-        if args.rank == sender:
-            dist.send(large, (sender + 1) % args.nodes)
-        elif args.rank == (sender + 1) % args.nodes:
-            dist.recv(large, sender)
-
     small, large, hops = torch.zeros(1), torch.zeros(BUCKET // 4), 2 * (args.nodes - 1)
     seconds(lambda: dist.all_reduce(small), 2)
     latency = max(seconds(lambda: dist.all_reduce(small), 30)) / hops
@@ -278,19 +274,18 @@ def check_network(args: argparse.Namespace, nodes: list[dict], world: Any) -> It
     exchange_s = max(seconds(lambda: dist.all_reduce(large), times))
     gbit = 8e-9 * hops / args.nodes * BUCKET / exchange_s
     yield OK, f"network: all-reduce reaches {gbit:.3g} Gbit/s, {1000 * latency:.2g} ms"
-    receivers = [*range(1, args.nodes), 0]
-    passed = [seconds(lambda n=n: pass_on(n), times)[to] for n, to in enumerate(receivers)]
-    speeds = [8e-9 * BUCKET / one for one in passed]
-    usual = statistics.median_high(speeds)
-    for sender, (receiver, speed) in enumerate(zip(receivers, speeds, strict=True)):
+    speeds: dict[str, float] = {}
+    for sender in range(args.nodes):
+        receiver = (sender + 1) % args.nodes
+        parts = {sender: (dist.send, large, receiver), receiver: (dist.recv, large, sender)}
+        part = functools.partial(*parts.get(args.rank, (int,)))  # int(): nothing
+        way = f"{nodes[sender]['name']} sends to {nodes[receiver]['name']}"
+        speeds[way] = 8e-9 * BUCKET / seconds(part, times)[receiver]
+    usual = statistics.median_high(speeds.values())
+    for way, speed in speeds.items():
         if speed < SLOW_LINK * usual:
-            text = f"network: {nodes[sender]['name']} sends {speed:.3g} Gbit/s to "
-            text += f"{nodes[receiver]['name']}, others {usual:.3g} Gbit/s"
-            yield (
-                WARNING,
-                text,
-                "all nodes wait for the slowest link; check the network of these two",
-            )
+            text = f"network: {way} at {speed:.3g} Gbit/s, others reach {usual:.3g}"
+            yield WARNING, text, "all nodes wait for the slowest; check the network of these two"
     needs = [node["need"] for node in nodes]
     if None in needs:
         return
@@ -362,7 +357,7 @@ def examine(args: argparse.Namespace) -> int:
     except (UserError, RuntimeError) as error:
         findings, is_printed = [(ERROR, str(error).partition("\n")[0])], True
     for level, text, *more in findings if is_printed else ():
-        print(MARKS[level], text, *(f"\n    {why}" for why in more))
+        print(f"{MARKS[level]} {text}", *more, sep="\n    ")
     levels = [level for level, *_ in findings]
     total = f"all is well ({len(findings)} checks)"
     if max(levels):

@@ -44,7 +44,7 @@ from utils import errors
 from utils.errors import BAD_INPUT, INTERRUPTED, UserError
 from utils.option_types import count, list_of, number, positive
 
-FINISHED = ("epochs", "desired_acc", "train_time")  # in summary.json: the run did all it was asked
+FINISHED = ("epochs", "desired_acc", "train_time")  # in summary.json: the run is complete
 LARGEST = "largest"  # as -b of the study
 # The last line of a script with --find-batch.
 LARGEST_LINE = re.compile(r"largest batch per GPU: (\d+)")
@@ -107,24 +107,24 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--simulate", type=positive, metavar="N", help=text)
     text = "with --simulate, as root: network namespaces with links of this rate, such as 300mbit"
     add("--link", metavar="RATE", help=text)
-    text = "each run is a job, submitted with these options of sbatch"
+    text = "submit each run as a job, with these options of sbatch"
     add("--slurm", nargs="?", const="", metavar="='OPTIONS'", help=text)
     text = "numbers of nodes, such as 1,2,4,8; default: 1, 2, 4, ... up to all"
     add("--nodes", type=list_of(positive), help=text)
     above_0 = number(float, 0, exclusive=True)
     add("--hours", type=above_0, metavar="H", help="training time of each run; default: --epochs")
-    add("--name", help="of the study and its page; its runs are NAME_2nodes; default: the model")
+    add("--name", help="of the study, its page and its runs (NAME_2nodes); default: the model")
     text = "repeat each run with these seeds; the table has means and standard deviations"
     add("--seeds", type=list_of(count), help=text)
     text = "train with each value of an option; again for another one. script=A,B varies the script"
     add("--vary", action="append", type=varied, metavar="OPTION=A,B", help=text)
     text = "keep the global batch (strong scaling); default: keep -b, per process (weak scaling)"
     add("--global-batch", type=positive, metavar="N", help=text)
-    text = "images per process of each run; largest: first find how many fit into the GPUs' memory"
+    text = "images per process; largest: first measure how many fit into the GPUs' memory"
     add("-b", "--batch-size", type=batch_size, metavar="N|largest", help=text)
-    text = "how --lr, meant for the fewest nodes, grows with the global batch of more"
+    text = "how --lr, meant for the fewest nodes, grows with the global batch"
     add("--lr-scaling", choices=("none", "sqrt", "linear"), default="sqrt", help=text)
-    add("--logbook", type=Path, default=Path("logbook"), metavar="DIR", help="of all studies")
+    add("--logbook", type=Path, default=Path("logbook"), metavar="DIR", help="pages of all studies")
     text = "copy each run's best model and last snapshot to URL/NAME OF THE RUN/"
     add("--store", metavar="URL|DIR", help=text)
     add("--dry-run", action="store_true", help="only print each run's command")

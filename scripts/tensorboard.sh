@@ -14,7 +14,7 @@ source "$(dirname "$0")/environment.sh"
 show_help "$@"
 [ $# -le 1 ] || fail "at most one HOSTS_FILE: bash scripts/tensorboard.sh [HOSTS_FILE]"
 runs=${RUNS:-$root/runs} port=${PORT:-6006} every=${EVERY:-60} hosts=${1:-}
-[[ $port =~ ^[0-9]+$ ]] || fail "PORT=$port is not a number"
+[[ $port =~ ^[0-9]{1,5}$ ]] || fail "PORT=$port is not the number of a port"
 [[ $every =~ ^[1-9][0-9]*$ ]] || fail "EVERY=$every is not a whole number of seconds"
 choose_python
 [ -z "$hosts" ] || listed=$("$PYTHON" "$root/scripts/ssh/hosts.py" "$hosts") || exit
@@ -46,15 +46,7 @@ fetch_all() {
     done <<<"$listed"
 }
 
-"$PYTHON" - "$port" <<'PY' || fail "port $port is taken: choose another, PORT=6007"
-import socket, sys
-with socket.socket() as probe:
-    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        probe.bind(("127.0.0.1", int(sys.argv[1])))
-    except (OSError, OverflowError):
-        sys.exit(1)
-PY
+! (: </dev/tcp/127.0.0.1/"$port") 2>/dev/null || fail "port $port is taken: choose another, PORT=6007"
 
 if [ -n "$hosts" ]; then
     fetch_all

@@ -125,7 +125,10 @@ def test_the_speed_of_links_and_the_forecast_from_it(nodes, folder):
     )
     results = ask_doctor(nodes, folder, "--need", "25", code=1)
     link, forecast = sorted(bad(results[0]), reverse=True)
-    assert re.match(r"! network: node 1 \(node1\) sends 0.\d+ Gbit/s to node 0 .*, others 0.", link)
+    assert re.match(
+        r"! network: node 1 \(node1\) sends to node 0 \(node0\) at 0.\d+ Gbit/s, others reach 0.",
+        link,
+    )
     assert forecast.startswith("! forecast for resnet50, 16 images per process")
     assert "node 0: 0 errors, 2 warnings\n" in results[0].out
     gbit = re.search(r"all-reduce reaches (\S+) Gbit/s, ", results[0].out)[1]

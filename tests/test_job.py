@@ -123,8 +123,8 @@ def test_the_exit_code_of_a_job(start, tmp_path, codes, code, said):
         for name, own in zip("ab", codes, strict=True):
             if own is not None:
                 (tmp_path / name).write_text(str(own))
-        found, messages = ended(run)
-    assert found == code
+        own_code, messages = ended(run)
+    assert own_code == code
     assert said in messages
 
 
@@ -176,7 +176,7 @@ def test_a_launcher_whose_output_nobody_reads_still_answers(start, tmp_path):
 def test_answers_that_were_held_up_extend_no_lease(tmp_path):
     """Each line that the guard gets here answers its first heartbeat."""
     (tmp_path / "script.py").write_text("import time; time.sleep(600)")
-    program = hosts.program(Path(guard.__file__), {}).replace(b"= 15.0", b"= 3.0")
+    program = hosts.program(guard.__file__, {}).replace(b"= 15.0", b"= 3.0")
     words = [sys.executable, "-uc", hosts.BOOTSTRAP]
     pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
     job = {"command": ["script.py"], "folder": str(tmp_path), "python": sys.executable}

@@ -37,7 +37,7 @@ def nodes():
 
 
 def ray(node: Node, options: str = f"--address {HEAD} --num-cpus 1 --num-gpus 1") -> Typed:
-    """A node of the cluster, as long as the command runs; Ray believes what it is told of GPUs."""
+    """A node of the cluster, as long as the command runs; Ray does not check the number of GPUs."""
     options += f" --node-ip-address {node.ip} --object-store-memory 80000000"
     line = f"exec {PYTHON} -m ray.scripts.scripts start {options} --disable-usage-stats --block"
     started = node.type(f"unset CUDA_VISIBLE_DEVICES; {line} 2>&1", **QUIET)
@@ -46,8 +46,8 @@ def ray(node: Node, options: str = f"--address {HEAD} --num-cpus 1 --num-gpus 1"
     return started
 
 
-def typed(nodes: list[Node], runs, folder, limits: str, epochs: int = 100000) -> Typed:
-    """The training, typed on node0; a line every step."""
+def start(nodes: list[Node], runs, folder, limits: str, epochs: int = 100000) -> Typed:
+    """The training, started on node0; a line every step."""
     given = " ".join(
         f"--env {pair}" for pair in (*map("=".join, ENV.items()), "CUDA_VISIBLE_DEVICES=")
     )
@@ -63,13 +63,13 @@ def typed(nodes: list[Node], runs, folder, limits: str, epochs: int = 100000) ->
 
 def trainings(nodes: list[Node]) -> set[Process]:
     """What belongs to trainings in the nodes, guards too."""
-    found = set().union(*(node.processes() for node in nodes))
-    return {one for one in found if re.search("imagenet_ddp|ARGUMENTS|spawn_main", one.command)}
+    living = set().union(*(node.processes() for node in nodes))
+    return {one for one in living if re.search("imagenet_ddp|ARGUMENTS|spawn_main", one.command)}
 
 
 def test_training_goes_on_without_a_node_and_with_it_again(nodes, folder, tmp_path):
     """Then the launcher is killed: nothing is left."""
-    with typed(nodes, tmp_path, folder, "1:2") as run:
+    with start(nodes, tmp_path, folder, "1:2") as run:
         run.until(r"training begins on 2 of 2 nodes: node\d, node\d")
         run.until(r"\[node2\] (\[rank 1\] )?Epoch 2/\d+ step")
         (raylet,) = [one for one in nodes[2].processes() if "/raylet/raylet " in one.command]
@@ -89,10 +89,10 @@ def test_training_goes_on_without_a_node_and_with_it_again(nodes, folder, tmp_pa
 
 def test_a_training_ends_and_its_faults_are_one_line(nodes, folder, tmp_path):
     for data, code in ((folder, 0), ("/nowhere", 2)):
-        with typed(nodes, tmp_path, data, "2", epochs=1) as run:
+        with start(nodes, tmp_path, data, "2", epochs=1) as run:
             result = run.result()
         assert result.code == code, result.out
     assert "error: data folder /nowhere is missing" in result.out
     assert "Traceback" not in result.out
-    found = summary(tmp_path / "run")
-    assert (found["nodes"], found["world_size"], found["epochs_done"]) == (2, 2, 1)
+    results = summary(tmp_path / "run")
+    assert (results["nodes"], results["world_size"], results["epochs_done"]) == (2, 2, 1)

@@ -62,7 +62,7 @@ def test_only_a_job_at_its_time_limit_is_requeued(folder, tmp_path):
 
 
 def start_slurm(nodes: list[Node], folder: Path) -> Callable[[str], str]:
-    """Start Slurm on the nodes; gives what a command prints that is typed on the first."""
+    """Start Slurm on the nodes; gives what a command prints on the first."""
 
     def ask(command: str, node: Node = nodes[0]) -> str:
         env = {"SLURM_CONF": f"{folder}/slurm.conf", "PYTHON": sys.executable}
@@ -98,16 +98,16 @@ def test_a_time_limit_gives_a_snapshot_and_the_queue(folder, tmp_path):
         job = ask(f"sbatch {options} scripts/train.sbatch {training}").strip()
 
         def becomes(state: str, restarts: int, seconds: float) -> bool:
-            wanted = f"(?s)JobState={state} .*Restarts={restarts} "
-            return eventually(lambda: re.search(wanted, ask(f"scontrol show job {job}")), seconds)
+            line = f"(?s)JobState={state} .*Restarts={restarts} "
+            return eventually(lambda: re.search(line, ask(f"scontrol show job {job}")), seconds)
 
         # The job stays in the queue for two minutes and starts again.
         assert becomes("PENDING", 1, 150), log.read_text()
-        found = summary(run)
-        ended = [found[key] for key in ("finished_because", "nodes", "world_size")]
+        results = summary(run)
+        ended = [results[key] for key in ("finished_because", "nodes", "world_size")]
         assert ended == ["interrupted", 2, 2]
         assert "--dist-url tcp://10.77.0.1:" in log.read_text()
-        done = found["epochs_done"]
+        done = results["epochs_done"]
         assert snapshot(run)["progress"]["epoch"] == done
         assert "asking all ranks for a snapshot" in log.read_text()
         assert becomes("RUNNING", 1, 200), log.read_text()

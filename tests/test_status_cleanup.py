@@ -67,13 +67,13 @@ def test_a_run_does_not_write_where_another_user_could(nodes, folder, tmp_path, 
 
 def test_ranks_of_a_run_and_a_straggler(nodes, folder, tmp_path):
     """On all hosts and on one; then nothing, as both ranks have ended."""
-    hosts, typed = nodes[0].folder / "hosts", []
+    hosts, runs = nodes[0].folder / "hosts", []
     for rank, seconds in enumerate((0.05, 0.25)):  # of a step, at least
         line = f"python imagenet_ddp.py --dist-url tcp://{nodes[0].ip}:8888 -n 2 -nr {rank} "
         line += f"{TINY_LINE} -p 2 --name run --epochs 100000 --output-dir {tmp_path} {folder}"
-        typed.append(nodes[rank].type(line, **tiny(step_seconds=seconds)[1]))
-    with typed[0], typed[1]:
-        typed[0].until(r"Epoch 2/100000 step +4/6")
+        runs.append(nodes[rank].type(line, **tiny(step_seconds=seconds)[1]))
+    with runs[0], runs[1]:
+        runs[0].until(r"Epoch 2/100000 step +4/6")
         out = ask(nodes[1], hosts)
         assert f"\n{tmp_path}/run (tiny_plain, ddp)\n" in out
         (first, fast, waits), (second, slow, waited_for) = re.findall(ROW, out)
@@ -82,8 +82,8 @@ def test_ranks_of_a_run_and_a_straggler(nodes, folder, tmp_path):
         assert 0.05 <= float(fast) < 0.6 * float(slow)
         assert float(slow) >= 0.25
         assert [row[0] for row in re.findall(ROW, ask(nodes[1]))] == ["1"]
-        typed[0].send(15)
-        assert [one.result().code for one in typed] == [75, 75]
+        runs[0].send(15)
+        assert [one.result().code for one in runs] == [75, 75]
         for node in nodes:
             shared = f"/proc/{node.spaces.first}/root/dev/shm/imagenet-suite-{os.getuid()}"
             assert os.listdir(shared) == []
@@ -94,7 +94,7 @@ def test_ranks_of_a_run_and_a_straggler(nodes, folder, tmp_path):
 
 
 def test_the_lines_of_a_run_and_the_file_of_a_killed_process(tmp_path, monkeypatch):
-    """nvidia-smi's answer is found for the GPU of a rank."""
+    """The line has what nvidia-smi answers about the GPU of the rank."""
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho 'GPU-0, 1, 2, 3'; echo 'GPU-7, 97, 11000, 15360'\n")
     tool.chmod(0o755)
@@ -135,7 +135,7 @@ def clean(node: Node, options: str = "", code: int = 0) -> str:
 
 
 def test_a_training_typed_by_hand_gets_time_for_its_snapshot(nodes, folder, tmp_path):
-    """An orphan ends, too; other Python programs, and other users', stay."""
+    """An orphan ends, too. Other Python programs, and other users', stay."""
     node = nodes[0]
     waiting = "import time; time.sleep(600)"
     bystander = tmp_path / "bystander.py"
@@ -193,15 +193,11 @@ def test_one_run_by_its_name(nodes, folder, tmp_path):
         assert stays.process.poll() is None
 
 
-def test_a_grace_that_is_no_number_is_refused():
+def test_bad_input_is_one_error_line(tmp_path):
+    (tmp_path / "hosts").write_text("node\0one\n")
     done = python("scripts/ssh/cleanup.py", "--dry-run", "--grace", "nan")
     assert (done.code, "nan is not at least 0" in done.err) == (2, True)
-
-
-def test_a_hosts_file_with_a_nul_byte_is_refused(tmp_path):
-    (tmp_path / "hosts").write_text("node\0one\n")
-    done = python("scripts/ssh/status.py", tmp_path / "hosts")
-    assert (done.code, "hosts, line 1: 'node\\x00one' is not" in done.sentence) == (2, True)
+    python("scripts/ssh/status.py", tmp_path / "hosts").fails_with("line 1: 'node\\x00one' is not")
 
 
 def test_on_hosts_of_a_file_and_asked_on_a_terminal(nodes, tmp_path):

@@ -266,36 +266,23 @@ def run(words: str, **env: str) -> Running:
 
 
 # As nvidia-smi: it counts what trains in the folder of the test.
-COUNT = f"""#!{sys.executable} -SE
-import pathlib, sys
-assert not sys.argv[1:]
-count = 0
-for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
-    try:
-        words = path.read_text().split(chr(0))
-    except OSError:
-        continue
-    if "FOLDER/runs" in words and words[1].split("/")[-1].startswith("imagenet_"):
-        count += 1
-print(count, "of them train")
-"""
+TRAINING_PROCESS = "^[^ ]*python[^ ]* ([^ ]*/)?imagenet_[a-z]*[.]py .*FOLDER/runs"
+COUNT = f"echo $(pgrep -cf '{TRAINING_PROCESS}') of them train; [ $# = 0 ]"
 
 
 def put_programs(place: Path, **programs: str) -> dict[str, str]:
-    """Write bash or other scripts, and give the environment in which they are found."""
+    """Write bash scripts, and give the environment that has them in PATH."""
     (place / "bin").mkdir()
     for name, text in programs.items():
-        file = place / "bin" / name
-        head = "" if text.startswith("#!") else "#!/bin/bash\n"
-        file.write_text(f"{head}{text.replace('FOLDER', str(place))}\n")
-        file.chmod(0o755)
+        (place / "bin" / name).write_text(f"#!/bin/bash\n{text.replace('FOLDER', str(place))}\n")
+        (place / "bin" / name).chmod(0o755)
     return {"PATH": f"{place}/bin:{os.environ['PATH']}"}
 
 
 def left(place: Path) -> list:
     """What still trains below ``place``."""
-    here = [one for one in everyone() if one.lives() and str(place) in one.command]
-    return [one for one in here if re.search(r"imagenet_\w+\.py", one.command.split(" -- ")[0])]
+    here = TRAINING_PROCESS.replace("FOLDER", str(place))
+    return [one for one in everyone() if one.lives() and re.search(here, one.command)]
 
 
 def test_a_study_is_killed_stopped_and_continued(folder, tmp_path):

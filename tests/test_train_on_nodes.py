@@ -63,16 +63,18 @@ def test_two_nodes_sync_and_fetch(nodes, folder, tmp_path):
     need("rsync")
     code = tmp_path / "copied" / "there"
     (tmp_path / "here").mkdir()
-    typed = f"bash {ROOT}/scripts/train_on_nodes.sh -np 2 -H node1:1,root@node2:1 --sync --fetch "
-    typed += f"--dir {code} --python {sys.executable} --port 8888 "
-    typed += f"--env AWS_SECRET_ACCESS_KEY={SECRET} --env=HERE python imagenet_ddp.py {TINY_LINE} "
-    typed += f"--epochs 1 --name mine {folder}"
-    done = nodes[0].run(typed, cwd=tmp_path / "here", env={"HERE": SECRET})
+    command = f"bash {ROOT}/scripts/train_on_nodes.sh -np 2 -H node1:1,root@node2:1 --sync --fetch "
+    command += f"--dir {code} --python {sys.executable} --port 8888 "
+    command += (
+        f"--env AWS_SECRET_ACCESS_KEY={SECRET} --env=HERE python imagenet_ddp.py {TINY_LINE} "
+    )
+    command += f"--epochs 1 --name mine {folder}"
+    done = nodes[0].run(command, cwd=tmp_path / "here", env={"HERE": SECRET})
     assert done.code == 0, done.out + done.err
     assert SECRET not in done.out + done.err
     here, there = tmp_path / "here" / "runs" / "mine", code / "runs" / "mine"
-    found = summary(here)
-    assert (found["world_size"], found["nodes"], found["epochs_done"]) == (2, 2, 1)
+    results = summary(here)
+    assert (results["world_size"], results["nodes"], results["epochs_done"]) == (2, 2, 1)
     files = {path.name: path.read_bytes() for path in there.iterdir()}
     assert {"options.json", "train.log", "snapshot.pt"} <= files.keys()
     assert {path.name: path.read_bytes() for path in here.iterdir()} == files
@@ -89,11 +91,11 @@ def test_two_nodes_sync_and_fetch(nodes, folder, tmp_path):
     assert empty(nodes)
 
 
-@pytest.mark.parametrize(("fault", "seconds", "code"), ENDS)
-def test_nothing_is_left(nodes, folder, tmp_path, fault, seconds, code):
+@pytest.mark.parametrize(("event", "seconds", "code"), ENDS)
+def test_nothing_is_left(nodes, folder, tmp_path, event, seconds, code):
     """Whatever ends: the launcher, a link, a process on a node."""
     # Time for a snapshot where the steps are short; a second Ctrl-C does not wait for its end.
-    grace = 600 if " SIG" in fault else 100 if seconds < 1 else 20
+    grace = 600 if " SIG" in event else 100 if seconds < 1 else 20
     launcher = f"--grace {grace} --env STEP_SECONDS={seconds} --env SECRET"
     hosts = "# ssh names\nnode1\nroot@node2  # another user\n"
     training = f"--epochs 100000 -p 1000000 {folder}"  # never ends, and prints nothing
@@ -104,16 +106,16 @@ def test_nothing_is_left(nodes, folder, tmp_path, fault, seconds, code):
         environments = [Path(f"/proc/{one.pid}/environ").read_bytes() for one in ours(nodes)]
         assert sum(f"SECRET={SECRET}".encode() in one for one in environments) >= 4
         assert not [one for one in ours(nodes) if SECRET in one.command]
-        if fault.startswith("link"):
-            cut = nodes[int(fault[-1])]
+        if event.startswith("link"):
+            cut = nodes[int(event[-1])]
             cut.link(False)
-        elif fault.startswith("SIG"):
-            for name in fault.split():
+        elif event.startswith("SIG"):
+            for name in event.split():
                 time.sleep(1)
                 assert ours(nodes)
                 run.send(getattr(signal, name), group=name == "SIGINT")  # as from the terminal
         else:
-            word = "imagenet_ddp.py" if fault == "script" else "spawn_main"
+            word = "imagenet_ddp.py" if event == "script" else "spawn_main"
             # The first one, as a rank's loader workers have the same command line.
             first = min(one.pid for one in nodes[2].processes() if word in one.command)
             os.kill(first, signal.SIGKILL)
@@ -121,15 +123,15 @@ def test_nothing_is_left(nodes, folder, tmp_path, fault, seconds, code):
             assert empty(nodes, EMPTY_SECONDS), ours(nodes)
             result = run.result()
         finally:
-            if fault.startswith("link"):
+            if event.startswith("link"):
                 cut.link(True)
                 # Wait until the switch knows where the node is.
                 assert eventually(lambda: nodes[0].run("ssh node1 true; ssh node2 true").code == 0)
     assert result.code == code
     assert "Traceback" not in result.err
-    if fault.startswith("SIG") and seconds < 1:  # it had time for a snapshot
+    if event.startswith("SIG") and seconds < 1:  # it had time for a snapshot
         assert summary(tmp_path / "run")["finished_because"] == "interrupted"
-    if fault in ("rank", "script"):
+    if event in ("rank", "script"):
         assert "launcher: node2 ended with exit code 137: killed by SIGKILL" in result.err
 
 

@@ -143,11 +143,15 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         usage=usage, description=__doc__, formatter_class=Formatter, allow_abbrev=False
     )
     add = parser.add_argument
-    add("--address", default="auto", help="of Ray's head; default: $RAY_ADDRESS, else this machine")
+    add(
+        "--address",
+        default="auto",
+        help="Ray's head node; default: $RAY_ADDRESS, else this machine",
+    )
     text = "number of nodes"
     add("--nodes", dest="elastic", type=_nodes, required=True, metavar="N|MIN:MAX", help=text)
-    add("--gpus", type=count, help="per node, with a process each; default: all that a node has")
-    add("--cpus", type=count, default=1, help="per node, that Ray sets aside for the training")
+    add("--gpus", type=count, help="GPUs per node, one process each; default: all")
+    add("--cpus", type=count, default=1, help="CPUs per node that Ray reserves")
     hosts.add_node_options(parser)
     parser.set_defaults(port=None)
     options = parser.parse_args(own)

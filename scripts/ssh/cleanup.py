@@ -1,7 +1,7 @@
 """Find and end this suite's processes of this user; see scripts/cleanup.sh for the command.
 
 What is ours carries IMAGENET_SUITE=KIND[:RUN] in its environment: launchers and scripts set it for
-everything that they start. The first process of a command typed by hand has not inherited it (and
+everything that they start. The first process of a command started by hand has not inherited it (and
 /proc shows the environment that a process started with); it is recognised by its command line: a
 Python that runs, directly or through torchrun, imagenet_*.py of a folder that holds this suite.
 
@@ -20,7 +20,7 @@ import time
 
 # A command line, a word per line: Python and its options; perhaps torchrun and its options; a
 # training script.
-_TYPED = re.compile(
+_COMMAND = re.compile(
     r".*\n(?:-[WX]\n.*\n|-[^cm\n].*\n)*"
     r"(?P<torchrun>(?:-m\ntorch\.distributed\.(?:run|launch)|(?:.*/)?torchrun)\n(?:(?!.*\.py\n).*\n)*)?"
     r"(?P<script>(?:.*/)?imagenet_\w+\.py)\n"
@@ -55,13 +55,13 @@ class Process:
         lines = "".join(word.replace("\n", " ") + "\n" for word in words)
         self.text = f"{pid}{' (orphaned)' * (self.parent == 1)}: {' '.join(lines.split())[:120]}"
         self.python = os.path.basename(os.readlink(folder + "/exe")).startswith("python")
-        typed = _TYPED.match(lines) if self.python else None
+        command = _COMMAND.match(lines) if self.python else None
         # torchrun itself; its workers have a rank.
-        self.agent = bool(typed and typed["torchrun"] and "LOCAL_RANK" not in environment)
+        self.agent = bool(command and command["torchrun"] and "LOCAL_RANK" not in environment)
         mark = environment.get("IMAGENET_SUITE")
         self.ours = mark is not None
-        if typed and not self.ours:
-            script = os.path.join(os.readlink(folder + "/cwd"), typed["script"])
+        if command and not self.ours:
+            script = os.path.join(os.readlink(folder + "/cwd"), command["script"])
             self.ours = os.path.exists(os.path.dirname(script) + "/utils/options.py")
         # The name of its run, where the mark or the command line has it.
         self.run = [(mark or "").partition(":")[2], *_NAME.findall(lines)][-1]
@@ -89,18 +89,8 @@ def find(run):
             one = everyone.get(one.parent)
         return one is not None
 
-    found = [one for one in everyone.values() if one.ours and one.state not in "ZX"]
-    return [one for one in found if not run or belongs(one)]
-
-
-def wait(run, seconds):
-    """Wait at most ``seconds`` until nothing is left. Returns what still lives."""
-    deadline = time.monotonic() + seconds
-    left = find(run)
-    while left and time.monotonic() < deadline:
-        time.sleep(0.2)
-        left = find(run)
-    return left
+    ours = [one for one in everyone.values() if one.ours and one.state not in "ZX"]
+    return [one for one in ours if not run or belongs(one)]
 
 
 def ask(processes):
@@ -119,20 +109,22 @@ def ask(processes):
 
 def clean(grace, dry_run, run):
     """Find, list and end. Returns the exit code: 1 if something could not be ended."""
-    found = find(run)
-    if not found:
+    left = find(run)
+    if not left:
         print(f"nothing of {run or 'this suite'} is running")
-    for one in found:
+    for one in left:
         print(f"{'would end' if dry_run else 'ending'} {one.text}")
     if dry_run:
         return 0
-    ask(found)
-    left = wait(run, grace)
-    for _ in range(5):  # what ends may have started others since
+    ask(left)
+    for seconds in (grace, 2, 2, 2, 2, 2):  # what ends may have started others since
+        deadline = time.monotonic() + seconds
+        while left and time.monotonic() < deadline:
+            time.sleep(0.2)
+            left = find(run)
         for one in left:
             print(f"killing {one.text}")
             one.send(signal.SIGKILL)
-        left = wait(run, 2)
     for one in left:
         print(f"error: could not end {one.text}")
     return 1 if left else 0
@@ -146,7 +138,7 @@ def main():
     add("--name", metavar="RUN", help="end only this run (started with --name RUN)")
     add("--dry-run", action="store_true", help="only list what would be ended")
     add("--yes", action="store_true", help="do not ask, on a terminal")
-    text = "between SIGTERM and SIGKILL"
+    text = "time between SIGTERM and SIGKILL"
     add("--grace", type=hosts.non_negative, default=30.0, metavar="SECONDS", help=text)
     options = parser.parse_args()
 
@@ -155,12 +147,11 @@ def main():
         arguments = {"grace": options.grace, "dry_run": dry_run, "run": options.name}
         if not options.hosts:
             return clean(**arguments)
-        worst = 0
-        for host, code, out in hosts.ask_all(options.hosts, options.ssh, __file__, arguments):
+        answers = hosts.ask_all(options.hosts, options.ssh, __file__, arguments)
+        for host, _, out in answers:
             for line in out.splitlines():
                 print(f"[{host.name}] {line}")
-            worst = max(worst, 2 if code == hosts.SSH_FAILED else code)
-        return worst
+        return max(2 if code == hosts.SSH_FAILED else code for _, code, _ in answers)
 
     if sys.stdin.isatty() and sys.stdout.isatty() and not (options.yes or options.dry_run):
         with contextlib.redirect_stdout(io.StringIO()) as listed:

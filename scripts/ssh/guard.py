@@ -1,4 +1,4 @@
-"""Runs on a node, for scripts/ssh/job.py, and leaves nothing behind.
+"""Runs a script on a node for scripts/ssh/job.py, and leaves no process behind.
 
 It is sent over ssh's standard input, so a node needs nothing but Python (3.7 or newer). Then a line
 of JSON says what to start. TERM asks for a snapshot and the end, KILL ends at once. Before it exits
@@ -80,8 +80,10 @@ def send_heartbeats():
 
 
 def follow(events):
-    """Yield an order ("" five times a second without one, "lost" while the launcher is silent), and
-    when the last answered heartbeat was printed."""
+    """Yield orders, each with the time when the last answered heartbeat was printed.
+
+    Without an order yield "" five times a second, or "lost" while the launcher is silent.
+    """
     heard = time.monotonic()
     while True:
         event = ""

@@ -4,9 +4,8 @@
     node0
     ubuntu@172.31.0.11  slots=4  ip=10.0.0.11     # 4 processes; its address for the others
 
-The order of the lines is the order of node ranks. ``ip`` matters only for the first, or, with
---elastic, for all: any may become the first. ``runs=PATH`` is for tensorboard.sh: where the runs
-of that node are.
+The order of the lines is the order of node ranks. ``ip`` matters for the first node; with --elastic
+any node may become the first. ``runs=PATH`` is for tensorboard.sh: the folder of that node's runs.
 """
 
 import argparse
@@ -62,8 +61,8 @@ def read(path: Path) -> list[Host]:
     """The hosts in a file. Raises: `UserError`, which names the line."""
     try:
         lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as fault:
-        raise UserError(f"cannot read the hosts file {path}: {fault}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the hosts file {path}: {error}") from None
     texts = [" ".join(line.split("#")[0].split()) for line in lines]
     named = [(f"{path}, line {n}", text) for n, text in enumerate(texts, 1) if text]
     if not named:
@@ -84,10 +83,10 @@ def _parse(named: list[tuple[str, str]]) -> list[Host]:
     """The hosts in pairs of a place and the text there."""
     hosts: dict[str, Host] = {}
     for place, text in named:
-        found = _LINE.fullmatch(text)
-        if not (found and text.isprintable()):  # ssh takes no NUL
+        match = _LINE.fullmatch(text)
+        if not (match and text.isprintable()):  # ssh takes no NUL
             raise UserError(f"{place}: {text!r} is not of the form {_FORM}")
-        host = Host(**found.groupdict() | {"slots": found["slots"] and int(found["slots"])})
+        host = Host(**match.groupdict() | {"slots": match["slots"] and int(match["slots"])})
         if host.name in hosts:
             raise UserError(f"{place}: {host.name} is listed twice")
         hosts[host.name] = host
@@ -108,9 +107,9 @@ def remote_python(ssh: str, host: Host, mark: str = "") -> list[str]:
     return [*words, *_SSH_OPTIONS, host.address, line]
 
 
-def program(path: Path, arguments: dict) -> bytes:
+def program(file: str, arguments: dict) -> bytes:
     """A Python file and its arguments, as the first line of input for `BOOTSTRAP`."""
-    whole = {"source": path.read_text(), "name": path.name, "arguments": arguments}
+    whole = {"source": Path(file).read_text(), "name": Path(file).name, "arguments": arguments}
     return json.dumps(whole).encode() + b"\n"
 
 
@@ -119,32 +118,22 @@ def ask_all(file: Path, ssh: str, source: str, arguments: dict) -> list[tuple[Ho
 
     A host that ssh cannot reach has the code `SSH_FAILED`, and this says so. Raises: `UserError`.
     """
+    listed, text = read(file), program(source, arguments)
 
-    def one(host: Host) -> tuple[Host, int, str]:
-        done = subprocess.run(
-            remote_python(ssh, host),
-            input=program(Path(source), arguments),
-            stdout=subprocess.PIPE,
-            check=False,
-        )
+    def ask(host: Host) -> tuple[Host, int, str]:
+        command = remote_python(ssh, host)
+        done = subprocess.run(command, input=text, stdout=subprocess.PIPE, check=False)
         if done.returncode == SSH_FAILED:
             print(f"error: {ssh_failed(ssh, host)}", file=sys.stderr)
         return host, done.returncode, done.stdout.decode(errors="replace")
 
-    listed = read(file)
     with ThreadPoolExecutor(len(listed)) as pool:
-        return list(pool.map(one, listed))
+        return list(pool.map(ask, listed))
 
 
 def ssh_failed(ssh: str, host: Host) -> str:
     """The error message for a host that ssh cannot reach."""
     return f"ssh to {host.name} failed: does `{ssh} {host.address} python3 -V` work here?"
-
-
-def default_directory() -> str:
-    """Where this code is on the nodes: as here, relative to the home directory if it is in it."""
-    home = Path(os.path.expanduser("~"))
-    return str(ROOT.relative_to(home)) if ROOT.is_relative_to(home) else str(ROOT)
 
 
 def make_parser(prog: str, text: str, usage: str | None = None) -> argparse.ArgumentParser:
@@ -160,13 +149,15 @@ def make_parser(prog: str, text: str, usage: str | None = None) -> argparse.Argu
 
 
 def add_node_options(parser: argparse.ArgumentParser) -> None:
-    """Where the code is on the nodes, what it is run by there, and variables for it."""
-    add = parser.add_argument
-    add("--dir", default=default_directory(), help="where this code is on the nodes")
+    """Options about the nodes: folder of the code, Python, environment, time to stop."""
+    add, home = parser.add_argument, Path.home()
+    # As here, relative to the home directory if it is in it.
+    here = str(ROOT.relative_to(home) if ROOT.is_relative_to(home) else ROOT)
+    add("--dir", default=here, help="folder of this code on the nodes")
     add("--python", help="on the nodes; default: DIR/.venv/bin/python if it exists, else python3")
-    text = "a variable for the environment on the nodes; NAME alone: with its value here"
+    text = "environment variable for the nodes; NAME alone takes its value here"
     add("--env", type=_variable, action="append", metavar="NAME[=VALUE]", help=text)
-    text = "time for a snapshot before a script that was asked to stop is killed"
+    text = "time for a snapshot between the request to stop and the kill"
     add("--grace", type=non_negative, default=20.0, metavar="SECONDS", help=text)
 
 

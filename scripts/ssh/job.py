@@ -1,4 +1,4 @@
-"""A job on several nodes: attempt after attempt, from the first connection to the exit code.
+"""A job on several nodes, from the first connection to the exit code.
 
 This process decides which nodes take part, so no node has to hold a rendezvous. An attempt starts
 the script on the nodes that answer. With --elastic (``again``), when a node is lost, the others
@@ -6,8 +6,8 @@ are stopped, and the next attempt resumes from the run's latest snapshot. When a
 the attempt ends with a snapshot, and the next one includes that node. Without --elastic all nodes
 have to answer, and there is one attempt.
 
-A guard on each node (guard.py) holds the script, at the other end of an ssh, or of what a subclass
-has instead (scripts/examples/ray_train.py).
+On each node a guard (guard.py) runs the script. This process talks to it through ssh. A subclass
+may use something else (scripts/examples/ray_train.py).
 """
 
 import argparse
@@ -23,7 +23,6 @@ import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import guard
@@ -71,7 +70,7 @@ class Node:
 
     def connect(self) -> None:
         """Start a guard. Events: (node, None) when it is there, (node, exit code) at its end."""
-        program = hosts.program(Path(guard.__file__), {})
+        program = hosts.program(guard.__file__, {})
         self.lock, self.pipe = threading.Lock(), self.job.open(self.host, program)
         self.enter(CALLED)
         threading.Thread(target=self._follow, args=(self.pipe,), daemon=True).start()
@@ -143,7 +142,7 @@ class Job:
         self.run_host: Host | None = None  # it has the run directory, unless it was lost
 
     def hosts(self) -> list[Host]:
-        """All that there are now."""
+        """The hosts that exist now."""
         return self.machines
 
     def open(self, host: Host, program: bytes) -> subprocess.Popen:
@@ -179,7 +178,7 @@ class Job:
         return code
 
     def _write(self) -> None:
-        """Print lines of nodes, for ever; they are dropped if nobody reads our output."""
+        """Print lines of nodes, for ever. They are dropped if nobody reads our output."""
         while True:
             node, text, stream = self.lines.get()
             label = f"[{node.host.name}]".ljust(max(len(one.host.name) for one in self.nodes) + 2)
@@ -191,7 +190,7 @@ class Job:
             self.lines.task_done()
 
     def _step(self) -> Node | None:
-        """Connect, and wait for an event, half a second at most. Returns a node whose job ended."""
+        """Connect; wait half a second for an event. Returns a node whose script has ended."""
         if not self.signals:
             self._call()
         try:
@@ -218,7 +217,7 @@ class Job:
         return None
 
     def _call(self) -> None:
-        """Connect to each host that is not connected, if it is time to; give up those in vain."""
+        """Connect to each host that is due; give up connections that have brought no answer."""
         now, there = time.monotonic(), self.hosts()
         self.nodes = [node for node in self.nodes if node.state != AWAY or node.host in there]
         known = [node.host for node in self.nodes]
@@ -230,10 +229,7 @@ class Job:
                 node.pipe.terminate()
 
     def _gather(self) -> list[Node]:
-        """The nodes of the next attempt, when all that can be expected are here.
-
-        Raises: `UserError` if there are too few.
-        """
+        """Wait for nodes. Returns: those of the next attempt. Raises: `UserError`: too few came."""
         began, noted = time.monotonic(), time.monotonic() + 1 - NOTE_SECONDS
         while True:
             self._step()

@@ -1,4 +1,4 @@
-"""Start a script on several nodes over ssh, show what they print, and end them together.
+"""Start a script on several nodes over ssh, show their output, and stop them together.
 
 See scripts/train_on_nodes.sh for the command. On each node scripts/ssh/guard.py holds the script.
 """
@@ -28,7 +28,7 @@ _NOT_COPIED = (".git", ".venv", "__pycache__", "/runs", "/data", ".*_cache")
 
 def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The launcher's own options, and SCRIPT with its options. Raises: `UserError`."""
-    # horovodrun's commands have the second alone
+    # A command of horovodrun has "python" in place of "--".
     own, command = split(words, "--" if "--" in words else "python")
     if command[:1] == ["python"]:
         del command[0]
@@ -38,13 +38,13 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add = parser.add_argument
     text = "instead of HOSTS_FILE: hosts and their processes, as horovodrun and mpirun take them"
     add("-H", dest="list", metavar="HOST:N,...", help=text)
-    text = "processes in all: the first hosts are used, as many as it takes"
+    text = "number of processes in all, on as many of the first hosts as needed"
     add("-np", "--num-proc", type=positive, metavar="N", help=text)
     add("--sync", action="store_true", help="copy this code to the nodes first")
     add("--fetch", action="store_true", help="bring the run directory back; needs --name")
-    add("--port", type=port, help="of the master; default: a free one there")
-    text = "any node may fail and come back: train on at least MIN and at most MAX of them, with a "
-    text += "--name, and an --output-dir that all nodes share"
+    add("--port", type=port, help="port of node 0; default: a free one")
+    text = "train on MIN to MAX nodes, any of which may fail and come back; needs --name, and an "
+    text += "--output-dir that all nodes share"
     add("--elastic", type=limits, metavar="MIN:MAX", help=text)
     options = parser.parse_args(own)
     if not command:
@@ -70,28 +70,29 @@ def limits(text: str) -> tuple[int, int]:
 
 def machines_of(options: argparse.Namespace) -> list[Host]:
     """The hosts that the options name. Raises: `UserError`."""
-    found = hosts.from_list(options.list) if options.list else hosts.read(options.hosts)
-    source, slots = options.hosts or f"-H {options.list}", found[0].slots
-    if len({host.slots for host in found}) > 1:
+    machines = hosts.from_list(options.list) if options.list else hosts.read(options.hosts)
+    source, slots = options.hosts or f"-H {options.list}", machines[0].slots
+    if len({host.slots for host in machines}) > 1:
         raise UserError(f"{source}: give all nodes the same number of slots, or none")
     if options.num_proc is not None:
         nodes, rest = divmod(options.num_proc, slots or 1)
-        if slots is None or rest or nodes > len(found):
+        if slots is None or rest or nodes > len(machines):
             raise UserError(
-                f"-np {options.num_proc} does not fit {len(found)} hosts (slots of each: "
+                f"-np {options.num_proc} does not fit {len(machines)} hosts (slots of each: "
                 f"{slots or 'unknown'}): all nodes need the same number of processes"
             )
-        found = found[:nodes]
-    if options.elastic and options.elastic[0] > len(found):
-        raise UserError(f"--elastic needs {options.elastic[0]} nodes; {source} names {len(found)}")
-    return found
+        machines = machines[:nodes]
+    if options.elastic and options.elastic[0] > len(machines):
+        text = f"--elastic needs {options.elastic[0]} nodes; {source} names {len(machines)}"
+        raise UserError(text)
+    return machines
 
 
 def check(command: list[str], several: bool, again: bool) -> argparse.Namespace:
     """What matters here of a script's options; ``several``: on several nodes or processes.
 
-    ``again``: the script is to resume after faults; ``command`` then says so. Raises: `UserError`
-    if it cannot be trained so.
+    ``again``: the script resumes when a node fails, and --resume is added to ``command``.
+    Raises: `UserError` for a script or options with which this is impossible.
     """
     script = command[0]
     if not (ROOT / script).is_file() or "/" in script or not script.startswith("imagenet_"):
@@ -103,21 +104,23 @@ def check(command: list[str], several: bool, again: bool) -> argparse.Namespace:
     parser.add_argument("--resume")
     parser.add_argument("--output-dir", default="runs")
     parser.add_argument("--dist-timeout", type=non_negative)
-    found = parser.parse_known_args(command[1:])[0]
-    if again and not found.name:
+    given = parser.parse_known_args(command[1:])[0]
+    if again and not given.name:
         raise UserError("--name, the run to continue when a node fails, is missing after --")
-    if again and not found.resume:
+    if again and not given.resume:
         command[1:1] = ["--resume", "auto"]
-    return found
+    return given
 
 
-def rsync(options: argparse.Namespace, *arguments: str) -> bool:
-    """Copy by rsync over the same ssh. Returns whether it worked; rsync prints its own errors."""
+def rsync(options: argparse.Namespace, action: str, *arguments: str) -> None:
+    """Copy by rsync over the same ssh. Raises: `UserError`: it could not do the ``action``."""
     command = ["rsync", "-az", "-e", f"{options.ssh} -o BatchMode=yes", *arguments]
     try:
-        return subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode == 0
+        code = subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode
     except FileNotFoundError:
         raise UserError("rsync is missing here: install it, or copy by hand") from None
+    if code:
+        raise UserError(f"could not {action} (rsync's message is above)")
 
 
 def sync(options: argparse.Namespace, host: Host) -> None:
@@ -125,8 +128,8 @@ def sync(options: argparse.Namespace, host: Host) -> None:
     without = [f"--exclude={pattern}" for pattern in _NOT_COPIED]
     # rsync creates only one level of folders.
     make = ["--rsync-path", f"mkdir -p {shlex.quote(options.dir)} && rsync"]
-    if not rsync(options, *make, *without, f"{ROOT}/", f"{host.address}:{options.dir}/"):
-        raise UserError(f"could not copy the code to {host.name} (the reason is above)")
+    target = f"{host.address}:{options.dir}/"
+    rsync(options, f"copy the code to {host.name}", *make, *without, f"{ROOT}/", target)
     note(f"copied the code to {host.name}:{options.dir}")
 
 
@@ -135,8 +138,8 @@ def fetch(options: argparse.Namespace, host: Host, script: argparse.Namespace) -
     target = Path(script.output_dir) / script.name
     target.mkdir(parents=True, exist_ok=True)
     source = Path(options.dir) / target  # an absolute target is the same there
-    if not rsync(options, f"{host.address}:{source}/", f"{target}/"):
-        raise UserError(f"could not bring {host.name}:{source} back (rsync's message is above)")
+    action = f"bring {host.name}:{source} back"
+    rsync(options, action, f"{host.address}:{source}/", f"{target}/")
     note(f"the run is in {target}")
 
 

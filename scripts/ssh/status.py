@@ -87,7 +87,7 @@ def ago(seconds):
 
 
 def describe(answers):
-    """The lines that show ``answers``: pairs of a name and what `node` found, None: no answer."""
+    """The lines that show ``answers``: pairs of a name and what `node` returned (None: nothing)."""
     runs = {}
     for name, answer in answers:
         if answer is None:
@@ -134,20 +134,19 @@ def main():
     import hosts  # only here, as this file is sent to nodes without it
 
     options = hosts.make_parser("status.sh", HELP).parse_args()
-    found, code = [], 0
     if options.hosts:
+        answers = []
         for host, failed, out in hosts.ask_all(options.hosts, options.ssh, __file__, {}):
             last = out.strip().rpartition("\n")[2]  # a login shell may print something first
-            answer = None
-            with contextlib.suppress(ValueError):
-                answer = json.loads(last)
-            found.append((host.name, None if failed else answer))
-            code = 2 if failed or answer is None else code
+            try:
+                answers.append((host.name, None if failed else json.loads(last)))
+            except ValueError:
+                answers.append((host.name, None))
     else:
-        found.append((socket.gethostname(), node()))
-    for line in describe(found):
+        answers = [(socket.gethostname(), node())]
+    for line in describe(answers):
         print(line)
-    return code
+    return 2 if any(answer is None for _, answer in answers) else 0
 
 
 if __name__ == "__main__":
