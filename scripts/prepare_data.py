@@ -31,7 +31,7 @@ from prepare.writing import AGAIN, BATCH, SPLITS, fill
 
 from utils.errors import UserError, report, tolerate_broken_pipe
 from utils.extras import devkit, layouts, pack
-from utils.option_types import Formatter, number, positive, seed
+from utils.option_types import Formatter, Parser, number, positive, seed
 
 
 def fill_from_source(args: argparse.Namespace) -> None:
@@ -88,7 +88,7 @@ def convert_parquet(args: argparse.Namespace) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Formatter)
+    parser = Parser(description=__doc__, formatter_class=Formatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def add(name: str, run: Callable, text: str, **places: str) -> Callable[..., None]:

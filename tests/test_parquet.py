@@ -1,6 +1,8 @@
 """`prepare_data.py parquet`: made-up files with the schema of Hugging Face's ILSVRC/imagenet-1k."""
 
 import json
+import re
+import shlex
 import sys
 
 import pyarrow
@@ -9,6 +11,9 @@ import webdataset
 from preparing import fail, images, put, succeed
 from pyarrow import parquet
 from test_shards import folder_of
+
+from utils.errors import UserError
+from utils.folder import class_folders
 
 WORDNET = ("n01440764", "n01443537", "n02012849", "n03126707")
 # As in ImageNet: the names of two classes are equal.
@@ -49,6 +54,10 @@ def hub(tmp_path):
 
 def test_imagenet_in_shards_and_in_folders(hub, tmp_path):
     folder, expected = hub
+    with pytest.raises(UserError, match="holds Hugging Face's parquet files") as error:
+        class_folders(folder / "train")
+    command, out = re.search(r"run `python (.*)`, and train on (.*)$", str(error.value)).groups()
+    assert shlex.split(command)[1:] == ["parquet", str(folder), out]
     said = succeed("parquet", folder, tmp_path / "shards")
     assert "left out: test, as its classes are not published" in said
     assert "train 35 images, val 14 images" in said

@@ -61,6 +61,8 @@ class Files(Source):
 
 def open_images(data: Path, splits: Sequence[str] = SPLITS) -> dict[str, Images]:
     """The images of each of ``splits`` that ``data`` has. Raises: `UserError` if it has none."""
+    if not data.is_dir():
+        raise UserError(f"there is no folder {data}")
     if not read_marker(data).get("finished", True):
         raise UserError(f"{data} is not finished; first run the command that makes it again")
     print(f"listing the images in {data}", flush=True)

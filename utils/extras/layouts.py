@@ -63,15 +63,19 @@ def _label_folder(data: Path, base: Path) -> Path | None:
 
 def advice(data: Path) -> str | None:
     """What to do about a folder in a known layout: one clause with a command to type."""
-    if not (layout := find(data)):
+    layout = find(data)
+    is_parquet = any(data.glob("*.parquet")) or any(data.glob("data/*.parquet"))
+    if not (layout or is_parquet):
         return None
     data = data if data.name not in ("", "..") else data.resolve()
-    out = data.with_name(f"{data.name}_folders")
+    out = data.with_name(f"{data.name}_{'folders' if layout else 'shards'}")
     script = ROOT / "scripts" / "prepare_data.py"
     script = script.relative_to(ROOT) if Path.cwd() == ROOT else script
-    line = shlex.join(["python", str(script), "imagenet", str(out), "--source", str(data)])
-    first = ""
-    if layout.without_labels():
+    words = ["imagenet", str(out), "--source", str(data)]
+    words = words if layout else ["parquet", str(data), str(out)]
+    line, first = shlex.join(["python", str(script), *words]), ""
+    if layout and layout.without_labels():
         names = "LOC_val_solution.csv or ILSVRC2012_devkit_t12.tar.gz"
         first = f"put {names}, which say the class of each image, into {data}, then "
-    return f"{data} holds {layout.name}: {first}run `{line}`, and train on {out}"
+    name = layout.name if layout else "Hugging Face's parquet files"
+    return f"{data} holds {name}: {first}run `{line}`, and train on {out}"
