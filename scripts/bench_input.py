@@ -17,15 +17,13 @@ read-ahead of 128 KB would not have served, by this many milliseconds. A preload
 """
 
 import argparse
+import math
 import os
-import resource
 import shutil
-import subprocess
 import sys
 import time
 import zlib
 from pathlib import Path
-from typing import NamedTuple, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -36,8 +34,7 @@ launch.prepare()  # before torch is imported, which takes seconds
 
 import numpy as np
 import torch
-from bench import photographs, pipelines, rounds
-from bench.commands import last_lines
+from bench import commands, photographs, pipelines, rounds
 
 from utils.errors import UserError
 from utils.folder import Source, class_folders, open_source
@@ -49,58 +46,56 @@ IDLE_SECONDS = 0.05
 MOST = 12  # times the batches of the first row
 LATENCY, SLOW_PATHS = "LATENCY_US", "LATENCY_PATHS"  # read by scripts/bench/latency.c
 FORMS = {"originals": "folder", "shards": "tar files"}
-EXAMPLES = "pytorch/examples, folder"
-
-
-class Row(NamedTuple):
-    """What a row of the table measures."""
-
-    pipeline: pipelines.Pipeline
-    index: Source
-    latency: float = 0  # ms
+EXAMPLES = "pytorch/examples"
+COLUMNS = {
+    "images/s": ("images_per_s", ".0f"),
+    "CPU ms per image": ("cpu_ms", ".2f"),
+    "images/s per core": ("per_core", ".0f"),
+}
+Row = tuple[pipelines.Pipeline, Source, float]  # what a row of the table measures; latency in ms
 
 
 def main() -> int:
     args = parse()
     torch.set_num_threads(1)
-    cache = Path(args.cache).resolve()
     if args.latency and SLOW_PATHS not in os.environ:
-        with_slow_disk([cache, *([Path(args.data).resolve()] if args.data else [])], cache)
-    originals = (Path(args.data) if args.data else made_images(args)).resolve()
-    number = zlib.crc32(os.fsencode(originals))
+        restart_with_slow_disk(args)
+    originals = (args.data or made_images(args)).resolve()
     sets = {"originals": originals}
     copies = {"shrink": "shrunk to 256", "pack": "packed at 256"}
     for command, title in ({"shards": "shards"} if args.latency else copies).items():
-        sets[title] = prepared(command, originals, cache / f"{command}_{number:08x}")
-    rows = {}
+        sets[title] = args.cache / f"{command}_{zlib.crc32(os.fsencode(originals)):08x}"
+        words = [sys.executable, str(ROOT / "scripts/prepare_data.py"), command]
+        commands.run([[*words, str(originals), str(sets[title])]], math.inf)
+    rows: dict[str, Row] = {}
     for title, root in sets.items():
-        index = open_source(root / "train", class_folders(root / "train"))
-        print(f"{title}: {len(index)} images, {index.sample_sizes()[0] / 1000:.0f} KB on average")
+        source = open_source(root / "train", class_folders(root / "train"))
+        print(f"{title}: {len(source)} images, {source.sample_sizes()[0] / 1000:.0f} KB on average")
         if not args.latency:
-            for name, pipeline in pipelines.all_of(index).items():
-                rows[f"{name}|{title}"] = Row(pipeline, index)
+            pairs = pipelines.all_of(source).items()
+            rows |= {f"{name}|{title}": (pipeline, source, 0) for name, pipeline in pairs}
             continue
-        suite = {f"this suite, {FORMS[title]}": pipelines.ThisSuite(index, regions=True)}
-        peer = {EXAMPLES: pipelines.Usual(index)} if title == "originals" else {}
-        for name, pipeline in (suite | peer).items():
-            rows |= {f"{name}|{ms:g} ms": Row(pipeline, index, ms) for ms in args.latency}
+        suite = pipelines.this_suite(source, regions=True)
+        peer = {EXAMPLES: pipelines.examples(source)} if title == "originals" else {}
+        for name, pipeline in ({"this suite": suite} | peer).items():
+            for ms in args.latency:
+                rows[f"{name}, {FORMS[title]}|{ms:g} ms"] = (pipeline, source, ms)
     print(f"torch {torch.__version__}, {launch.usable_cores()} cores\n", flush=True)
     print(compare(rows, args))
     return 0
 
 
-def with_slow_disk(paths: list[Path], cache: Path) -> NoReturn:
-    """Start this program again with the library that makes files in ``paths`` slow."""
-    cache.mkdir(parents=True, exist_ok=True)
-    library, source = cache / "latency.so", ROOT / "scripts" / "bench" / "latency.c"
+def restart_with_slow_disk(args: argparse.Namespace) -> None:
+    """Start this program again with the library that makes reading DATA and the cache slow."""
+    args.cache.mkdir(parents=True, exist_ok=True)
+    library, source = args.cache / "latency.so", ROOT / "scripts/bench/latency.c"
     compiler = shutil.which("cc") or shutil.which("gcc")
     if not compiler:
         raise UserError("--latency needs a C compiler: apt-get install gcc")
-    line = [compiler, "-O2", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"]
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise UserError(f"cannot compile {source}: {last_lines(done)}")
-    slow = {"LD_PRELOAD": str(library), SLOW_PATHS: ":".join(map(str, paths)), LATENCY: "0"}
+    words = [compiler, "-O2", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"]
+    commands.run([words], math.inf)
+    paths = ":".join(map(str, [args.cache, *([args.data.resolve()] if args.data else [])]))
+    slow = {"LD_PRELOAD": str(library), SLOW_PATHS: paths, LATENCY: "0"}
     os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | slow)
 
 
@@ -109,7 +104,7 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("data", nargs="?", metavar="DATA", help="folder with train/CLASS/*.JPEG")
+    add("data", nargs="?", type=Path, metavar="DATA", help="folder with train/CLASS/*.JPEG")
     add("--rounds", type=positive, default=5, metavar="N", help="runs of each pipeline (5)")
     text = f"batches of {BATCH} images in a round of the first row (40); faster rows make more"
     add("--batches", type=positive, default=40, metavar="N", help=text)
@@ -118,13 +113,11 @@ def parse() -> argparse.Namespace:
     add("--latency", type=latencies, metavar="MS,MS", help=text)
     text = "images to make without DATA (1500)"
     add("--images", type=positive, default=1500, metavar="N", help=text)
-    packages = ", ".join(photographs.PACKAGES)
-    text = (
-        f"folder of photographs to cut them from; default: those of the Debian packages {packages}"
-    )
+    text = "folder of photographs to cut them from; default: those of the Debian packages "
+    text += ", ".join(photographs.PACKAGES)
     add("--photographs", type=Path, metavar="DIR", help=text)
-    folder, text = str(ROOT / "data" / "bench"), "for these images and copies"
-    add("--cache", default=folder, metavar="DIR", help=text)
+    cache, text = ROOT / "data/bench", "folder for these images and copies (%(default)s)"
+    add("--cache", type=lambda x: Path(x).resolve(), default=cache, metavar="DIR", help=text)
     return parser.parse_args()
 
 
@@ -143,32 +136,12 @@ def made_images(args: argparse.Namespace) -> Path:
             f"apt-get install {' '.join(photographs.PACKAGES)}"
         )
     print(f"{args.images} images cut out of {len(files)} photographs, e.g. {files[0]}", flush=True)
-    return photographs.make(Path(args.cache), files, args.images)
-
-
-def prepared(command: str, originals: Path, out: Path) -> Path:
-    """A copy of ``originals`` by prepare_data.py ``command``, with its defaults."""
-    line = [sys.executable, str(ROOT / "scripts" / "prepare_data.py"), command, originals, out]
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise UserError(f"{command}: {done.stderr.strip().removeprefix('error: ')}")
-    return out
-
-
-def batches_of(index: Source, number: int, epoch: int) -> list[Batch]:
-    order = np.resize(epoch_order(len(index), 0, epoch), number * BATCH)
-    return [Batch(epoch, part) for part in np.split(order, number)]
-
-
-def cpu_seconds() -> float:
-    """CPU seconds of this process and of its ended children."""
-    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.process_time() + ended.ru_utime + ended.ru_stime
+    return photographs.make(args.cache, files, args.images)
 
 
 def time_it(pipeline: pipelines.Pipeline, batches: list[Batch], workers: int) -> tuple[float, ...]:
     """CPU seconds and seconds that the batches take, including what threads prefetch meanwhile."""
-    cpu, wall = cpu_seconds(), time.perf_counter()
+    cpu, wall = rounds.cpu_seconds(), time.perf_counter()
     iterator = pipeline(batches, workers)
     for _ in iterator:
         pass
@@ -178,46 +151,44 @@ def time_it(pipeline: pipelines.Pipeline, batches: list[Batch], workers: int) ->
     while time.process_time() - used > IDLE_SECONDS / 10:
         used = time.process_time()
         time.sleep(IDLE_SECONDS)
-    return cpu_seconds() - cpu, wall
+    return rounds.cpu_seconds() - cpu, wall
 
 
 def compare(rows: dict[str, Row], args: argparse.Namespace) -> str:
-    """Time all pipelines on all sets, in rounds. Returns the table."""
+    """Time all pipelines on all sets, in rounds. Returns: the table."""
     batches = dict.fromkeys(rows, args.batches)
     turns = dict.fromkeys(rows, 0)
 
     def figures_of(name: str) -> rounds.Figures:
-        row = rows[name]
+        pipeline, source, latency = rows[name]
         images = batches[name] * BATCH
-        order = batches_of(row.index, batches[name], turns[name])
-        os.environ[LATENCY] = f"{1000 * row.latency:.0f}"
-        cpu, wall = time_it(row.pipeline, order, args.workers)
+        order = np.resize(epoch_order(len(source), 0, turns[name]), images)
+        parts = [Batch(turns[name], part) for part in np.split(order, batches[name])]
+        os.environ[LATENCY] = f"{1000 * latency:.0f}"
+        cpu, wall = time_it(pipeline, parts, args.workers)
         os.environ[LATENCY] = "0"
         turns[name] += 1
         figures = {"cpu_ms": 1000 * cpu / images, "images_per_s": images / wall}
         return figures | {"per_core": images / cpu, "wall_s": wall}
 
-    # The first round warms up, and tells how many batches take as long as the first row's.
-    warm = {row: one["wall_s"] for row, (one,) in rounds.measure(rows, 1, figures_of).items()}
-    for row, wall in warm.items():
+    # The first round warms up, and shows how many batches take as long as the first row's.
+    warm = {name: one["wall_s"] for name, (one,) in rounds.measure(rows, 1, figures_of).items()}
+    for name, wall in warm.items():
         longer = min(max(next(iter(warm.values())) / wall, 1), MOST)
-        batches[row] = round(args.batches * longer)
+        batches[name] = round(args.batches * longer)
     measured = rounds.measure(warm, args.rounds, figures_of)
     first = next(iter(measured.values()))
-    columns = {
-        "images/s": rounds.middle("images_per_s", ".0f"),
-        "CPU ms per image": rounds.middle("cpu_ms", ".2f"),
-        "images/s per core": rounds.middle("per_core", ".0f"),
-    }
     if not args.latency:
-        columns["ratio"] = rounds.speed_up(first, "cpu_ms")
+        for each in measured.values():
+            rounds.add_ratio(each, first, "cpu_ms")
+        columns = COLUMNS | {"ratio": ("ratio", ".2f")}
         return rounds.table(f"{args.workers} workers|images", measured, columns)
-    for name, figures in measured.items():
-        same_delay = measured.get(f"{EXAMPLES}|{name.partition('|')[2]}", [])
-        for one, other in zip(figures, same_delay, strict=False):
-            one["to_examples"] = one["images_per_s"] / other["images_per_s"]
-    columns["to the first row"] = rounds.speed_up(first, "images_per_s", rate=True)
-    columns["to pytorch/examples"] = rounds.middle("to_examples", ".2f")
+    for name, each in measured.items():
+        same_delay = measured.get(f"{EXAMPLES}, folder|{name.partition('|')[2]}", [])
+        rounds.add_ratio(each, first, "images_per_s")
+        rounds.add_ratio(each, same_delay, "images_per_s", "to_examples")
+    columns = COLUMNS | {"to the first row": ("ratio", ".2f")}
+    columns |= {"to pytorch/examples": ("to_examples", ".2f")}
     return rounds.table(f"{args.workers} workers|delay", measured, columns)
 
 

@@ -8,8 +8,8 @@
 
 A case is the name of a loop, with + and additions. Loops of this suite: nd, dp, ddp, fsdp, and O0
 to O3 (Apex). Other loops: examples and torchvision, from scripts/bench/peer_loops.py. Additions:
-off, fp16 or bf16 (--amp), channels_last (examples, torchvision), compile or compile=MODE,
-comm=METHOD (ddp only), x2 (two processes).
+off, fp16 or bf16 (--amp), channels_last (examples, torchvision), compile, x2 (two processes), and
+options of the loop as NAME=VALUE, such as compile=max-autotune or comm=int8.
 
 Without --data, the bench times the training step alone, on one batch that is used again and again.
 With --data, it trains an epoch on image files and evaluates. Each case then trains on few images,
@@ -44,24 +44,31 @@ launch.prepare()  # before torch is imported, which takes seconds
 
 from bench import commands, rounds
 
-from utils.errors import INTERRUPTED, UserError, report, tolerate_broken_pipe
+from utils.errors import INTERRUPTED, UserError, exit_with
 from utils.extras.gpu_check import check_gpus
 from utils.folder import SUFFIXES
 from utils.option_types import count, positive
 
 SCRIPTS = {name: f"imagenet_{name}.py" for name in ("nd", "dp", "ddp", "fsdp")}
 SCRIPTS |= dict.fromkeys(("O0", "O1", "O2", "O3"), "imagenet_ddp_apex.py")
-PEERS = ("examples", "torchvision")
+PEERS = dict.fromkeys(("examples", "torchvision"), "scripts/bench/peer_loops.py")
+ADDITIONS = {word: ["--amp", word] for word in ("off", "fp16", "bf16")}
+ADDITIONS |= {"channels_last": ["--channels-last"], "compile": ["--compile", "default"]}
+COLUMNS = {
+    "images/s": ("images_per_s", ".1f"),
+    "ms per step": ("ms_per_step", ".1f"),
+    "CPU ms per image": ("cpu_ms_per_image", ".1f"),
+    "host ms": ("host_ms_per_step", ".2f"),
+    "GiB": ("peak_gib", ".2f"),
+    "ratio": ("ratio", ".2f"),
+}
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and end the case
-    try:
-        check_gpus()
-        print(page(measure(args), args))
-    except UserError as error:
-        return report(error)
+    check_gpus()
+    print(page(measure(args), args))
     return 0
 
 
@@ -72,159 +79,126 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("-a", "--arch", default="resnet18", help="model (%(default)s)")
     add("-b", "--batch-size", type=positive, default=32, help="images per process (%(default)s)")
-    add(
-        "--image-size",
-        type=positive,
-        default=224,
-        metavar="PX",
-        help="side of the crops (%(default)s)",
-    )
-    add(
-        "--cases", default="examples,torchvision,nd", metavar="LIST", help="see above (%(default)s)"
-    )
+    text = "side of the crops (%(default)s)"
+    add("--image-size", type=positive, default=224, metavar="PX", help=text)
+    text, cases = "see above (%(default)s)", "examples,torchvision,nd"
+    add("--cases", type=lambda x: x.split(","), default=cases, metavar="LIST", help=text)
     add("--rounds", type=positive, default=3, metavar="N", help="runs of each case (%(default)s)")
     text = "threads per process (%(default)s)"
     add("--threads", type=positive, default=launch.usable_cores(), help=text)
     text = "longest run of a case; a case that takes longer is left out (%(default)s)"
     add("--limit", type=positive, default=1800, metavar="SECONDS", help=text)
-    group = parser.add_argument_group("from image files")
-    group.add_argument("--data", type=Path, metavar="DATA", help="folder with train/ and val/")
+    add = parser.add_argument_group("from image files").add_argument
+    add("--data", type=Path, metavar="DATA", help="folder with train/ and val/")
     text = "data loading workers (%(default)s)"
-    group.add_argument("-j", "--workers", type=count, default=2, metavar="N", help=text)
+    add("-j", "--workers", type=count, default=2, metavar="N", help=text)
     text = "images of the shorter run (%(default)s)"
-    group.add_argument("--few", type=positive, default=64, metavar="N", help=text)
+    add("--few", type=positive, default=64, metavar="N", help=text)
     text = "additional images of the longer run; images repeat if DATA has fewer (%(default)s)"
-    group.add_argument("--more", type=positive, default=256, metavar="N", help=text)
+    add("--more", type=positive, default=256, metavar="N", help=text)
     text = "also time this command, in which {data} is replaced; may be repeated"
-    group.add_argument("--peer", action="append", default=[], metavar="NAME=COMMAND", help=text)
+    add("--peer", action="append", default=[], metavar="NAME=COMMAND", help=text)
     return parser.parse_args(argv)
 
 
-# ---- cases
-
-
-def options_of(case: str, args: argparse.Namespace) -> tuple[str, list[str], int]:
-    """A case's loop, its options, and its number of processes. Raises: `UserError`."""
-    kind, *more = case.split("+")
-    if kind not in (*SCRIPTS, *PEERS):
-        raise UserError(f"--cases: {kind!r} is no case: {', '.join((*SCRIPTS, *PEERS))}")
+def command(case: str, args: argparse.Namespace, out: Path, data: Path | None = None) -> list[str]:
+    """The command that times a case's step, or trains an epoch on ``data``. Raises: `UserError`."""
+    kind, *words = case.split("+")
+    if kind not in SCRIPTS | PEERS:
+        raise UserError(f"--cases: {kind!r} is no loop: {', '.join(SCRIPTS | PEERS)}")
+    alone = kind in ("nd", "dp")  # without torchrun
+    processes = 0 if alone or kind in PEERS else 1
     options = ["-a", args.arch, "-b", str(args.batch_size), "--image-size", str(args.image_size)]
-    processes = 0 if kind in ("nd", "dp", *PEERS) else 1
     options += ["--opt-level", kind] if kind.startswith("O") else []
-    for word in more:
-        name, _, value = word.partition("=")
-        if word in ("off", "fp16", "bf16") and not kind.startswith("O"):
-            options += ["--amp", word]
-        elif word == "channels_last" and kind in PEERS:
-            options += ["--channels-last"]
-        elif name == "compile" and kind not in ("dp", "fsdp", *PEERS):
-            options += ["--compile", value or "default"]
-        elif name == "comm" and kind == "ddp":
-            options += ["--comm", value]
-        elif re.fullmatch(r"x[1-9]\d*", word) and kind not in ("nd", "dp"):
+    for word in words:
+        if re.fullmatch(r"x[1-9]\d*", word) and not alone:
             processes = int(word[1:])
+        elif word in ADDITIONS:
+            options += ADDITIONS[word]
+        elif re.fullmatch(r"\w[\w-]*=.+", word):
+            options.append(f"--{word}")
         else:
             raise UserError(f"--cases {case}: {kind} cannot be combined with {word!r}")
-    return kind, options, processes
-
-
-def command(case: str, args: argparse.Namespace, out: Path, data: Path | None = None) -> list[str]:
-    """The command that times a case's step, or trains an epoch on ``data``."""
-    kind, options, processes = options_of(case, args)
-    run = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    launcher = [sys.executable, *(run if processes else ())]
     options += ["-j", str(args.workers)] if data else []
     if kind in PEERS:
-        options += ["--data", str(data)] if data else []
-        return [*launcher, str(ROOT / "scripts/bench/peer_loops.py"), kind, *options]
-    options += ["--output-dir", str(out), "--name", "case", "--lr", "0.001"]
-    options += ["--epochs", "1", str(data)] if data else ["--dummy"]
-    return [*launcher, str(ROOT / SCRIPTS[kind]), *options]
+        options = [PEERS[kind], kind, *options, *(["--data", str(data)] if data else [])]
+    else:
+        options = [SCRIPTS[kind], *options, "--lr", "0.001"]
+        options += ["--output-dir", str(out), "--name", "case"]
+        options += ["--epochs", "1", str(data)] if data else ["--dummy"]
+    run = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    return [sys.executable, *(run if processes else ()), str(ROOT / options[0]), *options[1:]]
 
 
 # ---- measuring
 
 
-def run(words: list[str], args: argparse.Namespace, folder: Path) -> tuple[str, float, float]:
-    """Run a command. Returns: its output, wall seconds and CPU seconds. Raises: `UserError`."""
+def run(words: list[str], args: argparse.Namespace, folder: Path) -> str:
+    """Run a command in ``folder``. Returns: its output. Raises: `UserError`."""
     env = os.environ | {"OMP_NUM_THREADS": str(args.threads), "OMP_WAIT_POLICY": "passive"}
-    late = f"takes longer than --limit {args.limit} seconds: a smaller -b, --image-size or "
-    late += "--arch, or a larger --limit"
-    began, cpu = time.perf_counter(), _children_cpu()
-    (done,) = commands.run([words], args.limit, late, cwd=folder, env=env)
-    if done.returncode:
-        reason = commands.last_lines(done) or done.returncode
-        raise UserError(f"{shlex.join(words)} failed: {reason}")
-    return done.stdout, time.perf_counter() - began, _children_cpu() - cpu
-
-
-def _children_cpu() -> float:
-    times = os.times()
-    return times.children_user + times.children_system
+    advice = ": a smaller -b, --image-size or --arch, or a larger --limit"
+    return commands.run([words], args.limit, advice, cwd=folder, env=env)[0]
 
 
 def measure(args: argparse.Namespace) -> dict[str, list[rounds.Figures]]:
     """The figures of each case, by round. A case that fails is reported and left out."""
-    cases = args.cases.split(",")
-    for case in cases:
-        options_of(case, args)
+    for case in args.cases:
+        command(case, args, Path())
     peers = dict(one.partition("=")[::2] for one in args.peer)
     if not all(peers.values()) or (peers and not args.data):
         raise UserError("--peer takes NAME=COMMAND, and goes with --data")
     with tempfile.TemporaryDirectory() as place:
-        folders = few_and_more(args, Path(place)) if args.data else ()
+        few_and_more = link_images(args, Path(place)) if args.data else []
 
         def figures_of(case: str) -> rounds.Figures:
+            runs = Path(place) / "runs"
             if args.data:
-                return difference(case, peers, args, folders)
-            return alone(case, args, Path(place) / "runs")
+                return difference(case, peers, args, few_and_more, runs)
+            shutil.rmtree(runs, ignore_errors=True)
+            printed, summary = (
+                run(command(case, args, runs), args, ROOT),
+                runs / "case/summary.json",
+            )
+            text = summary.read_text() if summary.exists() else printed.splitlines()[-1]
+            figures = json.loads(text)
+            figures["peak_gib"] = figures["peak_memory_bytes"] / 2**30
+            return figures | {"cpu_ms_per_image": figures["cpu_ms_per_step"] / args.batch_size}
 
-        return rounds.measure((*peers, *cases), args.rounds, figures_of)
+        return rounds.measure((*peers, *args.cases), args.rounds, figures_of)
 
 
-def alone(case: str, args: argparse.Namespace, runs: Path) -> rounds.Figures:
-    """The figures of `utils.extras.dummy.time_steps` for a case. Raises: `UserError`."""
-    shutil.rmtree(runs, ignore_errors=True)
-    printed = run(command(case, args, runs), args, ROOT)[0]
-    summary = runs / "case" / "summary.json"
-    figures = json.loads(summary.read_text() if summary.exists() else printed.splitlines()[-1])
-    return figures | {"cpu_ms_per_image": figures["cpu_ms_per_step"] / args.batch_size}
-
-
-def few_and_more(args: argparse.Namespace, place: Path) -> tuple[Path, ...]:
-    """Two data sets of links to the images of ``--data``, and an empty folder for runs."""
+def link_images(args: argparse.Namespace, place: Path) -> list[Path]:
+    """Two data sets of links to the images of ``--data``: with --few images, and with --more."""
     train = args.data / "train"
     classes = sorted(path for path in train.iterdir() if path.is_dir()) if train.is_dir() else []
     images = [sorted(p for p in one.iterdir() if p.suffix.lower() in SUFFIXES) for one in classes]
     if not images or not all(images):
-        raise UserError(f"{train} has no classes with images")
-    folders = []
-    for name, images_to_train in (("few", args.few), ("more", args.few + args.more)):
+        raise UserError(f"{train} has no classes with images: name another folder with --data")
+    folders = [place / "few", place / "more"]
+    for folder, images_to_train in zip(folders, (args.few, args.few + args.more), strict=True):
         for part, total in (("train", images_to_train), ("val", args.batch_size)):
             for number in range(max(total, len(classes))):
-                group, turn = number % len(classes), number // len(classes)
+                turn, group = divmod(number, len(classes))
                 source = images[group][turn % len(images[group])].resolve()
-                link = place / name / part / classes[group].name / f"{turn:06}{source.suffix}"
+                link = folder / part / classes[group].name / f"{turn:06}{source.suffix}"
                 link.parent.mkdir(parents=True, exist_ok=True)
                 link.symlink_to(source)
-        folders.append(place / name)
-    return (*folders, place / "runs")
+    return folders
 
 
 def difference(
-    case: str, peers: dict[str, str], args: argparse.Namespace, folders: tuple[Path, ...]
+    case: str, peers: dict[str, str], args: argparse.Namespace, few_and_more: list[Path], runs: Path
 ) -> rounds.Figures:
     """Time per image: a run on more images, minus a run on few. Raises: `UserError`."""
-    *sets, runs = folders
     # The first run of a case is not counted: it reads libraries from disk, and cuDNN chooses and
     # compiles kernels, which may take longer than the images.
     times = []
-    for data in (sets[0], *sets):
-        words = shlex.split(peers.get(case, ""))
-        words = [word.replace("{data}", str(data)) for word in words]
+    for data in (few_and_more[0], *few_and_more):
+        words = [word.replace("{data}", str(data)) for word in shlex.split(peers.get(case, ""))]
         runs.mkdir(exist_ok=True)
-        _, *spent = run(words or command(case, args, runs, data), args, runs if words else ROOT)
-        times.append(spent)
+        began, cpu = time.perf_counter(), rounds.cpu_seconds()
+        run(words or command(case, args, runs, data), args, runs if words else ROOT)
+        times.append((time.perf_counter() - began, rounds.cpu_seconds() - cpu))
         shutil.rmtree(runs, ignore_errors=True)
     _, (few, few_cpu), (more, more_cpu) = times
     if more <= few or more_cpu <= few_cpu:
@@ -240,23 +214,14 @@ def difference(
     }
 
 
-# ---- the table
-
-
 def page(results: dict[str, list[rounds.Figures]], args: argparse.Namespace) -> str:
     """The table in Markdown, and what was measured."""
     import torch
 
     cuda = torch.cuda.is_available()
-    first, middle = next(iter(results.values())), rounds.middle
-    columns = {
-        "images/s": middle("images_per_s", ".1f"),
-        "ms per step": middle("ms_per_step", ".1f"),
-        "CPU ms per image": middle("cpu_ms_per_image", ".1f"),
-        "host ms": middle("host_ms_per_step", ".2f"),
-        "GiB": middle("peak_memory_bytes", ".2f", 2**30),
-        "ratio": rounds.speed_up(first, "images_per_s" if cuda else "cpu_ms_per_image", rate=cuda),
-    }
+    base = next(iter(results.values()))
+    for each in results.values():
+        rounds.add_ratio(each, base, "images_per_s" if cuda else "cpu_ms_per_image")
     device = torch.cuda.get_device_name() if cuda else f"the CPU, {args.threads} threads"
     what = "from image files, read and trained" if args.data else "the step alone"
     about = (
@@ -266,12 +231,11 @@ def page(results: dict[str, list[rounds.Figures]], args: argparse.Namespace) -> 
     )
     for case, each in results.items():
         waits = {place for one in each for place in one.get("host_waits", ())}
-        names = sorted("/".join(Path(place).parts[-2:]) for place in waits)
-        if names:
-            about += f" In a step of {case} the host waits for the GPU: {', '.join(names)}."
-    return f"{rounds.table('case', results, columns)}\n\n{about}"
+        if waits:
+            names = ", ".join(sorted("/".join(Path(place).parts[-2:]) for place in waits))
+            about += f" In a step of {case} the host waits for the GPU: {names}."
+    return f"{rounds.table('case', results, COLUMNS)}\n\n{about}"
 
 
 if __name__ == "__main__":
-    tolerate_broken_pipe()
-    sys.exit(main())
+    exit_with(main)

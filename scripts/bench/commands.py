@@ -2,40 +2,43 @@
 
 import contextlib
 import os
+import shlex
 import signal
 import subprocess
 import tempfile
 import time
 from typing import Any
 
-from utils.errors import INTERRUPTED, UserError
+from utils.errors import BAD_INPUT, INTERRUPTED, UserError
 from utils.launch import die_with_parent
 
 
-def run(
-    commands: list[list[str]], seconds: float, late: str, **options: Any
-) -> list[subprocess.CompletedProcess]:
-    """Run ``commands`` side by side, each in its own session, and collect what they print.
+def run(commands: list[list[str]], seconds: float, advice: str = "", **options: Any) -> list[str]:
+    """Run ``commands`` side by side, each in its own session. Returns: what each has printed.
 
     Once one has failed, the others are killed. ``options`` are those of `subprocess.Popen`.
-    Raises: `UserError` with the message ``late`` and the code `INTERRUPTED` after ``seconds``;
-    `UserError` if one cannot be started.
+    Raises: `UserError` with the last lines of a command that fails, or with ``advice`` after
+    ``seconds``. Its code is `INTERRUPTED` after that time, or if the command exits with that code.
     """
-    started, end, parent = [], time.monotonic() + seconds, os.getpid()
+    parent, end, started = os.getpid(), time.monotonic() + seconds, []
+    options |= {"stdin": subprocess.DEVNULL, "start_new_session": True}
+    options["preexec_fn"] = lambda: die_with_parent(parent)  # even if this process is killed
     with contextlib.ExitStack() as stack:
         # Files: a process that the command has left behind would keep a pipe open.
         files = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in 2 * commands]
-        outs, errors = files[::2], files[1::2]
-        options |= {"stdin": subprocess.DEVNULL, "start_new_session": True}
-        options["preexec_fn"] = lambda: die_with_parent(parent)  # even if this process is killed
+        outputs, errors = files[::2], files[1::2]
         try:
-            for words, out, err in zip(commands, outs, errors, strict=True):
-                started.append(subprocess.Popen(words, stdout=out, stderr=err, **options))
-            for process in started:
-                if process.wait(max(0.0, end - time.monotonic())):
+            for words, out, error in zip(commands, outputs, errors, strict=True):
+                started.append(subprocess.Popen(words, stdout=out, stderr=error, **options))
+            while True:
+                codes = [process.poll() for process in started]
+                failed = next((i for i, code in enumerate(codes) if code), None)
+                if failed is not None or None not in codes:
                     break
-        except subprocess.TimeoutExpired:
-            raise UserError(late, code=INTERRUPTED) from None
+                if time.monotonic() > end:
+                    text = f"{shlex.join(commands[0])} takes longer than {seconds:.0f} s{advice}"
+                    raise UserError(text, code=INTERRUPTED)
+                time.sleep(0.01)
         except OSError as error:
             raise UserError(f"cannot run {error.filename}: {error.strerror}") from None
         finally:
@@ -45,13 +48,10 @@ def run(
                 process.wait()
         for file in files:
             file.seek(0)
-        return [
-            subprocess.CompletedProcess(one.args, one.returncode, out.read(), err.read())
-            for one, out, err in zip(started, outs, errors, strict=True)
-        ]
-
-
-def last_lines(done: subprocess.CompletedProcess, count: int = 1) -> str:
-    """The last lines that a failed command has printed, on one line; "" without output."""
-    lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-    return " / ".join(lines[-count:])
+        if failed is None:
+            return [file.read() for file in outputs]
+        text = errors[failed].read().strip() or outputs[failed].read().strip() or "no output"
+        last = " / ".join(line for line in text.splitlines()[-3:] if line.strip())
+        code = INTERRUPTED if codes[failed] == INTERRUPTED else BAD_INPUT
+        text = f"{shlex.join(commands[failed])} failed with exit code {codes[failed]}: {last}"
+        raise UserError(text, code=code)

@@ -11,8 +11,8 @@ from pathlib import Path
 from PIL import Image
 
 PACKAGES = {  # Debian or Ubuntu package: where its photographs are
-    "lomiri-wallpapers-16.04": "/usr/share/backgrounds/*_by_*.jpg",
-    "mate-backgrounds": "/usr/share/backgrounds/mate/nature/*.jpg",
+    "lomiri-wallpapers-16.04": "usr/share/backgrounds/*_by_*.jpg",
+    "mate-backgrounds": "usr/share/backgrounds/mate/nature/*.jpg",
 }
 VERSION = 3  # of the rules below; with a new one, images are made again
 CLASSES = 10
@@ -25,9 +25,7 @@ def find(folder: Path | None = None) -> list[Path]:
     """Photographs in ``folder``, or else those of the installed `PACKAGES`."""
     if folder is not None:
         return sorted(p for p in folder.rglob("*") if p.suffix.lower() in (".jpg", ".jpeg"))
-    return sorted(
-        path for pattern in PACKAGES.values() for path in Path("/").glob(pattern.lstrip("/"))
-    )
+    return sorted(path for pattern in PACKAGES.values() for path in Path("/").glob(pattern))
 
 
 def make(cache: Path, photographs: list[Path], images: int, seed: int = 0) -> Path:
@@ -41,31 +39,26 @@ def make(cache: Path, photographs: list[Path], images: int, seed: int = 0) -> Pa
     root = cache / f"photographs_{zlib.crc32(text.encode()):08x}"
     if root.is_dir():
         return root
-    cache.mkdir(parents=True, exist_ok=True)
-    part = root.with_name(f".{root.name}.part")
+    part = cache / f".{root.name}.part"
     shutil.rmtree(part, ignore_errors=True)
     opened = [Image.open(path).convert("RGB") for path in photographs]
     for number in range(images):
-        folder = part / "train" / f"class_{number % CLASSES}"
-        folder.mkdir(parents=True, exist_ok=True)
+        file = part / f"train/class_{number % CLASSES}/{number:05}.JPEG"
+        file.parent.mkdir(parents=True, exist_ok=True)
         draw = random.Random(seed << 32 | number)
-        (folder / f"{number:05}.JPEG").write_bytes(_cut(draw.choice(opened), draw))
+        photograph, shape = draw.choice(opened), draw.choice(SHAPES)
+        # The most detailed of several places: wallpapers have more sky and blur than ImageNet.
+        views = [_view(photograph, shape, draw) for _ in range(CANDIDATES)]
+        image = max(views, key=lambda view: len(_jpeg(view, 75)))
+        target_bytes = draw.uniform(*KILOBYTES) * 1000
+        for quality in (75, 85, 90, 93, 95, 96, 97, 98):
+            data = _jpeg(image, quality)
+            if len(data) >= target_bytes:
+                break
+        file.write_bytes(data)
     (part / "recipe.json").write_text(text)
     os.replace(part, root)
     return root
-
-
-def _cut(photograph: Image.Image, draw: random.Random) -> bytes:
-    shape = draw.choice(SHAPES)
-    # The most detailed of several places: wallpapers have more sky and blur than ImageNet.
-    views = [_view(photograph, shape, draw) for _ in range(CANDIDATES)]
-    image = max(views, key=lambda view: len(_jpeg(view, 75)))
-    target_bytes = draw.uniform(*KILOBYTES) * 1000
-    for quality in (75, 85, 90, 93, 95, 96, 97, 98):
-        data = _jpeg(image, quality)
-        if len(data) >= target_bytes:
-            break
-    return data
 
 
 def _view(photograph: Image.Image, shape: tuple[int, int], draw: random.Random) -> Image.Image:

@@ -1,11 +1,12 @@
 """Input pipelines from JPEG files to batches of 224-pixel training crops.
 
-Each is called with a list of batches and a number of workers, and yields the batches one by one.
+Each is a function of a list of batches and a number of workers, and yields the batches one by one.
 With 0 workers one thread of this process makes them.
 """
 
 import random
 from collections.abc import Callable, Iterator
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -26,134 +27,125 @@ SIZE = 224
 Pipeline = Callable[[list[Batch], int], Iterator[Any]]
 
 
-class Usual(Dataset):
-    """The pipeline of pytorch/examples: Pillow, float tensors, normalised in the worker."""
-
-    def __init__(self, index: Source):
-        self.index = index
-        self.collate: Callable[[list[Any]], Any] = default_collate
-        steps = [transforms.RandomResizedCrop(SIZE), transforms.RandomHorizontalFlip()]
-        steps += [transforms.ToTensor(), transforms.Normalize(MEAN, STD)]
-        self.transform: Callable[[Any], Any] = transforms.Compose(steps)
-
-    def __len__(self) -> int:
-        return len(self.index)
-
-    def __getitems__(self, batch: Batch) -> Any:
-        return self.collate([self._sample(int(i)) for i in batch.indices])
-
-    def _sample(self, image: int) -> tuple[Any, int]:
-        return self.transform(self._decode(self.index.path(image))), int(self.index.targets[image])
-
-    def _decode(self, path: str) -> Any:
-        return pil_loader(path)
-
-    def __call__(self, batches: list[Batch], workers: int) -> Iterator[Any]:
-        return plain_loader(self, batches, workers)
+def all_of(source: Source) -> dict[str, Pipeline]:
+    """The pipelines of this suite and of installed packages by name; ratios are to the first."""
+    suite: dict[str, Pipeline] = {"this suite": this_suite(source)}
+    if source.stores_pixels:  # the others read image files
+        return suite
+    peers = {"pytorch/examples": examples(source), "torchvision v2": torchvision_v2(source)}
+    if find_spec("timm"):
+        peers["timm"] = timm(source)
+    if find_spec("nvidia") and find_spec("nvidia.dali"):
+        peers["DALI on the CPU"] = dali(source)
+    if has_spdl():
+        peers["SPDL"] = partial(spdl, source)
+    if addons.region_decoder():
+        suite["this suite, with region decode"] = this_suite(source, regions=True)
+    whole = ImageBatches(source, SIZE, 0, train=True, regions=None)
+    suite["this suite, without its ring"] = data_loader(whole)
+    return peers | suite
 
 
-def plain_loader(dataset: Dataset, batches: list[Batch], workers: int) -> Iterator[Any]:
-    """The batches of ``dataset`` by torch's DataLoader, handed over in shared memory."""
-    return iter(DataLoader(dataset, batch_sampler=batches, num_workers=workers, collate_fn=_as_is))
+def this_suite(source: Source, regions: bool = False) -> Pipeline:
+    """The input path of this repository, up to the slots of its ring."""
+
+    class Sampler(list):  # of batches
+        largest = property(lambda self: max(len(batch.indices) for batch in self))
+
+    decoder = addons.region_decoder() if regions else None
+    dataset = ImageBatches(source, SIZE, 0, train=True, regions=decoder)
+
+    return lambda batches, workers: iter(RingLoader(dataset, Sampler(batches), workers))
+
+
+def data_loader(dataset: Dataset) -> Pipeline:
+    """torch's DataLoader, which hands batches over in shared memory."""
+
+    def batches_of(batches: list[Batch], workers: int) -> Iterator[Any]:
+        options = {"num_workers": workers, "collate_fn": _as_is}
+        return iter(DataLoader(dataset, batch_sampler=batches, **options))
+
+    return batches_of
 
 
 def _as_is(batch: Any) -> Any:
     return batch
 
 
-class V2Uint8(Usual):
+class OneByOne(Dataset):
+    """Decodes and transforms each image by itself, then collates the batch."""
+
+    def __init__(self, source: Source, decode: Any, transform: Any, collate: Any = default_collate):
+        self.source, self.decode, self.transform = source, decode, transform
+        self.collate = collate
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitems__(self, batch: Batch) -> Any:
+        return self.collate([self._sample(int(image)) for image in batch.indices])
+
+    def _sample(self, image: int) -> tuple[Any, int]:
+        pixels = self.transform(self.decode(self.source.path(image)))
+        return pixels, int(self.source.targets[image])
+
+
+def examples(source: Source) -> Pipeline:
+    """pytorch/examples: Pillow, float tensors, normalised in the worker."""
+    steps = [transforms.RandomResizedCrop(SIZE), transforms.RandomHorizontalFlip()]
+    steps += [transforms.ToTensor(), transforms.Normalize(MEAN, STD)]
+    return data_loader(OneByOne(source, pil_loader, transforms.Compose(steps)))
+
+
+def torchvision_v2(source: Source) -> Pipeline:
     """torchvision's v2 transforms on uint8 tensors, normalised on the device."""
-
-    def __init__(self, index: Source):
-        super().__init__(index)
-        crop = v2.RandomResizedCrop(SIZE, antialias=True)
-        self.transform = v2.Compose([crop, v2.RandomHorizontalFlip()])
-
-    def _decode(self, path: str) -> Any:
-        return decode_image(path, ImageReadMode.RGB)
+    steps = [v2.RandomResizedCrop(SIZE, antialias=True), v2.RandomHorizontalFlip()]
+    decode = partial(decode_image, mode=ImageReadMode.RGB)
+    return data_loader(OneByOne(source, decode, v2.Compose(steps)))
 
 
-class Timm(Usual):
+def timm(source: Source) -> Pipeline:
     """timm's transform and its collating for a GPU, where normalisation follows."""
+    from timm.data import create_transform
+    from timm.data.loader import fast_collate
 
-    def __init__(self, index: Source):
-        from timm.data import create_transform
-        from timm.data.loader import fast_collate
-
-        super().__init__(index)
-        self.collate = fast_collate
-        self.transform = create_transform(
-            SIZE, is_training=True, use_prefetcher=True, color_jitter=0.0, interpolation="bilinear"
-        )
+    options = {"use_prefetcher": True, "color_jitter": 0.0, "interpolation": "bilinear"}
+    transform = create_transform(SIZE, is_training=True, **options)
+    return data_loader(OneByOne(source, pil_loader, transform, fast_collate))
 
 
-class Dali:
+def dali(source: Source) -> Pipeline:
     """DALI's decoder with random crops, its resize and its flip, all on the CPU.
 
     A pipeline of DALI's reads in its own order, and ignores the requested batches. Its threads
     belong to this process. They are started once, which is not timed.
     """
+    from nvidia.dali import fn, pipeline_def, types
 
-    def __init__(self, index: Source):
-        self.index = index
-        self.built: Any = None
-
-    def __call__(self, batches: list[Batch], workers: int) -> Iterator[Any]:
-        self.built = self.built or self._build(len(batches[0].indices), max(1, workers))
-        for _ in batches:
-            yield self.built.run()
-
-    def _build(self, batch: int, threads: int) -> Any:
-        from nvidia.dali import fn, pipeline_def, types
-
+    @cache
+    def build(batch: int, threads: int) -> Any:
         @pipeline_def(batch_size=batch, num_threads=threads, device_id=None, seed=0)
         def crops() -> Any:
-            files = [self.index.path(i) for i in range(len(self.index))]
-            labels = self.index.targets.tolist()
+            files = [source.path(i) for i in range(len(source))]
             order = {"random_shuffle": True, "initial_fill": len(files)}
-            data, targets = fn.readers.file(files=files, labels=labels, **order)
+            data, targets = fn.readers.file(files=files, labels=source.targets.tolist(), **order)
             box = {"random_area": [0.08, 1.0], "random_aspect_ratio": [3 / 4, 4 / 3]}
             images = fn.decoders.image_random_crop(data, device="cpu", output_type=types.RGB, **box)
             images = fn.resize(images, size=[SIZE, SIZE], antialias=True)
             return fn.flip(images, horizontal=fn.random.coin_flip()), targets
 
-        built = crops()
-        built.build()
+        pipeline = crops()
+        pipeline.build()
         for _ in range(4):  # until its queues are full
-            built.run()
-        return built
+            pipeline.run()
+        return pipeline
 
+    def batches_of(batches: list[Batch], workers: int) -> Iterator[Any]:
+        pipeline = build(len(batches[0].indices), max(1, workers))
+        for _ in batches:
+            yield pipeline.run()
 
-class Spdl:
-    """SPDL's threads, in which FFmpeg decodes, crops, resizes and flips."""
-
-    def __init__(self, index: Source):
-        self.index = index
-
-    def __call__(self, batches: list[Batch], workers: int) -> Iterator[Any]:
-        from spdl.pipeline import PipelineBuilder
-
-        threads = max(1, workers)
-        steps = PipelineBuilder().add_source(batches).pipe(self._batch, concurrency=threads)
-        pipeline = steps.add_sink(2).build(num_threads=threads)
-        with pipeline.auto_stop():
-            yield from pipeline
-
-    def _batch(self, batch: Batch) -> Any:
-        import spdl.io
-
-        frames = [self._frame(int(image)) for image in batch.indices]
-        pixels = spdl.io.to_torch(spdl.io.convert_frames(frames))
-        return pixels, self.index.targets[batch.indices]
-
-    def _frame(self, image: int) -> Any:
-        import spdl.io
-
-        packets = spdl.io.demux_image(self.index.path(image))
-        top, left, height, width = random_box(random, packets.height, packets.width)
-        flip = "hflip," if random.random() < 0.5 else ""
-        steps = f"crop={width}:{height}:{left}:{top}:exact=1,scale={SIZE}:{SIZE}:flags=bilinear"
-        return spdl.io.decode_packets(packets, filter_desc=f"{steps},{flip}format=rgb24")
+    return batches_of
 
 
 def has_spdl() -> bool:
@@ -162,49 +154,29 @@ def has_spdl() -> bool:
         import spdl.io
         import spdl.pipeline
 
-        return bool(spdl.io.demux_image) and hasattr(spdl.io.lib._libspdl, "make_demuxer")
+        return hasattr(spdl.io.lib._libspdl, "make_demuxer")  # loads FFmpeg
     except (ImportError, AttributeError, RuntimeError):
         return False
 
 
-class Fixed(list):
-    """Batches, as a sampler gives them."""
+def spdl(source: Source, batches: list[Batch], workers: int) -> Iterator[Any]:
+    """SPDL's threads, in which FFmpeg decodes, crops, resizes and flips."""
+    import spdl.io as io
+    from spdl.pipeline import PipelineBuilder
 
-    @property
-    def largest(self) -> int:
-        """Images in the largest batch."""
-        return max(len(batch.indices) for batch in self)
+    def frame(image: int) -> Any:
+        packets = io.demux_image(source.path(image))
+        top, left, height, width = random_box(random, packets.height, packets.width)
+        flip = "hflip," if random.random() < 0.5 else ""
+        steps = f"crop={width}:{height}:{left}:{top}:exact=1,scale={SIZE}:{SIZE}:flags=bilinear"
+        return io.decode_packets(packets, filter_desc=f"{steps},{flip}format=rgb24")
 
+    def make(batch: Batch) -> Any:
+        frames = [frame(int(image)) for image in batch.indices]
+        return io.to_torch(io.convert_frames(frames)), source.targets[batch.indices]
 
-class ThisSuite:
-    """The input path of this repository, up to the slots of its ring or, without, a DataLoader."""
-
-    def __init__(self, index: Source, regions: bool = False, ring: bool = True):
-        decoder = addons.region_decoder() if regions else None
-        self.dataset = ImageBatches(index, SIZE, 0, train=True, regions=decoder)
-        self.ring = ring
-
-    def __call__(self, batches: list[Batch], workers: int) -> Iterator[Any]:
-        if not self.ring:
-            yield from plain_loader(self.dataset, batches, workers)
-            return
-        yield from RingLoader(self.dataset, Fixed(batches), workers)
-
-
-def all_of(index: Source) -> dict[str, Pipeline]:
-    """The pipelines by name; ratios are to the first."""
-    suite: dict[str, Pipeline] = {"this suite": ThisSuite(index)}
-    if index.stores_pixels:  # the others read image files
-        return suite
-    if addons.region_decoder():
-        suite["this suite, with region decode"] = ThisSuite(index, regions=True)
-    suite["this suite, without its ring"] = ThisSuite(index, ring=False)
-    peers: dict[str, Pipeline] = {"pytorch/examples": Usual(index)}
-    peers["torchvision v2"] = V2Uint8(index)
-    if find_spec("timm"):
-        peers["timm"] = Timm(index)
-    if find_spec("nvidia") and find_spec("nvidia.dali"):
-        peers["DALI on the CPU"] = Dali(index)
-    if has_spdl():
-        peers["SPDL"] = Spdl(index)
-    return peers | suite
+    threads = max(1, workers)
+    steps = PipelineBuilder().add_source(batches).pipe(make, concurrency=threads).add_sink(2)
+    pipeline = steps.build(num_threads=threads)
+    with pipeline.auto_stop():
+        yield from pipeline

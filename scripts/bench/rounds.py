@@ -1,5 +1,6 @@
-"""Measurements in interleaved rounds, and the table of all benches: medians over the rounds."""
+"""How benchmarks measure and print: cases in interleaved rounds, and tables of medians."""
 
+import resource
 import sys
 from collections.abc import Callable, Iterable
 from statistics import median
@@ -11,7 +12,6 @@ from utils.errors import UserError
 
 Case = TypeVar("Case")
 Figures = dict[str, Any]
-Cell = Callable[[list[Figures]], str]  # from a case's rounds
 
 
 def measure(
@@ -28,7 +28,7 @@ def measure(
     """
     results: dict[Case, list[Figures]] = {case: [] for case in cases}
     for number in range(rounds):
-        for case in list(results) if number % 2 == 0 else list(results)[::-1]:
+        for case in list(results)[:: -1 if number % 2 else 1]:
             print(f"... round {number + 1}, {case}", file=sys.stderr, flush=True)
             try:
                 results[case].append(figures_of(case))
@@ -38,39 +38,37 @@ def measure(
                 print(f"{case}: {error}", file=sys.stderr, flush=True)
                 del results[case]
                 if not results:
-                    text = f"no case could be measured; the last one: {error}"
+                    text = f"no case could be measured; the last error: {error}"
                     raise UserError(text, code=error.code) from None
     return results
 
 
-def middle(key: str, form: str, unit: float = 1) -> Cell:
-    """A column's cells: the median of a figure, in units of ``unit``; `NONE` if unknown."""
-
-    def cell(rounds: list[Figures]) -> str:
-        values = [one[key] / unit for one in rounds if key in one]
-        return format(median(values), form) if values else NONE
-
-    return cell
+def cpu_seconds() -> float:
+    """CPU seconds of this process and of its child processes that have exited."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
 
 
-def speed_up(first: list[Figures], key: str, form: str = ".2f", rate: bool = False) -> Cell:
-    """A column's cells: speed relative to ``first``, as the median of the rounds' ratios.
+def add_ratio(rounds: list[Figures], base: list[Figures], key: str, name: str = "ratio") -> None:
+    """Add to each round its speed relative to the same round of ``base``.
 
-    ``key`` is a time, or with ``rate`` a speed.
+    ``key`` is a time, or a speed if it ends with ``_per_s``.
     """
-
-    def cell(rounds: list[Figures]) -> str:
-        pairs = zip(first, rounds, strict=False)
-        ratios = [b[key] / a[key] if rate else a[key] / b[key] for a, b in pairs]
-        return format(median(ratios), form)
-
-    return cell
+    for one, other in zip(rounds, base, strict=False):
+        fast, slow = (one, other) if key.endswith("_per_s") else (other, one)
+        one[name] = fast[key] / slow[key]
 
 
-def table(head: str, results: dict[str, list[Figures]], columns: dict[str, Cell]) -> str:
-    """A row for each case, in Markdown. ``head`` and names may have several cells, as a|b."""
-    rows = [
-        [*name.split("|"), *(cell(rounds) for cell in columns.values())]
-        for name, rounds in results.items()
-    ]
+def table(head: str, results: dict[str, list[Figures]], columns: dict[str, tuple[str, str]]) -> str:
+    """A row of medians for each case, in Markdown; `NONE` where a figure is unknown.
+
+    ``head`` and names may have several cells, as a|b. ``columns``: title: (figure, format).
+    """
+    rows = []
+    for name, rounds in results.items():
+        cells = name.split("|")
+        for key, form in columns.values():
+            values = [one[key] for one in rounds if key in one]
+            cells.append(format(median(values), form) if values else NONE)
+        rows.append(cells)
     return markdown_table([*head.split("|"), *columns], rows)
