@@ -38,7 +38,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -48,39 +47,46 @@ from utils import launch
 launch.prepare()  # before torch is imported, which takes seconds
 
 from bench import commands, namespaces, rounds
-from compare.table import markdown_table
 
 from utils.errors import UserError, exit_with
 from utils.option_types import list_of, number, positive
 
 METHODS = "fp32,fp16,int8,int4,powersgd:4"
+ALONE = "alone"  # one node
 PORT = 29555
-
-
-class Model(NamedTuple):
-    """Seconds that one T4 computes per step with AMP, estimated from published images/s."""
-
-    classes: int
-    batch: int
-    compute_s: float
-
-
-# VGG-19: 160 images/s; ResNet-50: 400.
-MODELS = {"vgg19": Model(20, 32, 0.200), "resnet50": Model(1000, 64, 0.160)}
+# compute_s: seconds that one T4 computes per step with AMP, estimated from published images/s:
+# 160 of VGG-19, 400 of ResNet-50.
+MODELS = {
+    "vgg19": {"classes": 20, "batch": 32, "compute_s": 0.200},
+    "resnet50": {"classes": 1000, "batch": 64, "compute_s": 0.160},
+}
+COLUMNS = {
+    "MB sent": ("network_mb_per_step", ".1f"),
+    "step, ms": ("ms_per_step", ".0f"),
+    "images/s": ("images_per_s", ".0f"),
+    "efficiency": ("efficiency", ".0%"),
+}
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    measured = {place: measure(*place, args) for place in itertools.product(args.gbit, args.nodes)}
-    if args.rank:
-        return 0
-    head = ["Gbit/s", "nodes", "method", "MB sent", "step, ms", "images/s", "efficiency"]
-    rows = [row for place, by_method in measured.items() for row in rows_of(place, by_method)]
-    first = 1 if args.master else 0  # real links are not limited: their rate is unknown
-    print(markdown_table([*head[first:], f"to {args.methods[0]}"], [row[first:] for row in rows]))
-    for (gbit, count), by_method in measured.items():
-        link = "" if args.master else f" with {gbit:g} Gbit/s"
-        print(f"{count} nodes{link}: {recommendation(by_method)}")
+    rows, advice = {}, []
+    for gbit, nodes in itertools.product(args.gbit, args.nodes):
+        place = f"{nodes} nodes" if args.master else f"{nodes} nodes with {gbit:g} Gbit/s"
+        print(f"... {place}", file=sys.stderr, flush=True)
+        measured = measure(gbit, nodes, args)
+        if args.rank:
+            return 0
+        alone = measured.pop(ALONE)
+        for name, each in measured.items():
+            rounds.add_ratio(each, alone, "ms_per_step", "efficiency")
+            rounds.add_ratio(each, measured[args.methods[0]], "ms_per_step")
+            # Real links are not limited: their rate is unknown.
+            rows[f"{nodes}|{name}" if args.master else f"{gbit:g}|{nodes}|{name}"] = each
+        advice.append(f"{place}: {recommend(measured)}")
+    head = "nodes|method" if args.master else "Gbit/s|nodes|method"
+    columns = COLUMNS | {f"to {args.methods[0]}": ("ratio", ".2f")}
+    print(rounds.table(head, rows, columns), *advice, sep="\n")
     return 0
 
 
@@ -94,8 +100,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     counts, above_0 = list_of(number(int, 2)), number(float, 0, exclusive=True)
     text = "numbers of nodes, such as 2,4,8 (2)"
     add("--nodes", default=[2], type=counts, metavar="LIST", help=text)
-    text = f"of --comm ({METHODS})"
-    add("--methods", default=METHODS.split(","), type=_methods, metavar="LIST", help=text)
+    text = "of --comm (%(default)s)"
+    add("--methods", default=METHODS, type=methods, metavar="LIST", help=text)
     add("--rounds", type=positive, default=3, metavar="N", help="runs of each case (%(default)s)")
     text = "longest run; one that takes longer ends the benchmark (%(default)s)"
     add("--limit", type=positive, default=600, metavar="SECONDS", help=text)
@@ -107,21 +113,21 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--slow-down", type=positive, default=16, metavar="N", help=text)
     text = "with --sleep: factor of size (%(default)s)"
     add("--shrink", type=positive, default=16, metavar="N", help=text)
-    group = parser.add_argument_group("between real machines")
-    group.add_argument("--master", metavar="IP", help="address of node 0; links are not limited")
-    group.add_argument("--rank", type=number(int, 0), default=0, metavar="R", help="of this node")
-    group.add_argument("--port", type=positive, default=PORT, help="port on node 0 (%(default)s)")
+    add = parser.add_argument_group("between real machines").add_argument
+    add("--master", metavar="IP", help="address of node 0; links are not limited")
+    add("--rank", type=number(int, 0), default=0, metavar="R", help="of this node")
+    add("--port", type=positive, default=PORT, help="port on node 0 (%(default)s)")
     args = parser.parse_args(argv[:end])
     args.options = argv[end + 1 :]
     if args.master and len(args.nodes) > 1:
         parser.error("--nodes takes one number with --master")
     if args.sleep and (args.master or args.options):
-        text = "--sleep is for simulated nodes: without --master and without options after --"
-        parser.error(text)
+        parser.error("--sleep simulates nodes: leave out --master, and the options after --")
     return args
 
 
-def _methods(text: str) -> list[str]:
+def methods(text: str) -> list[str]:
+    """The type of ``--methods``."""
     from utils.extras import compress
 
     try:
@@ -130,109 +136,60 @@ def _methods(text: str) -> list[str]:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def measure(gbit: float, count: int, args: argparse.Namespace) -> dict[str, list[rounds.Figures]]:
-    """Measure all methods on ``count`` nodes.
-
-    Returns: figures of each round, by method; "alone" is one node. Empty on nodes other than 0.
-    """
-    place = f"{count} nodes" if args.master else f"{count} nodes, {gbit:g} Gbit/s"
-    print(f"... {place}", file=sys.stderr, flush=True)
+def measure(gbit: float, nodes: int, args: argparse.Namespace) -> dict[str, list[rounds.Figures]]:
+    """The figures of `ALONE` and all methods, by round. Raises: `UserError` if one fails."""
     scale = args.slow_down * args.shrink if args.sleep else 1
-    with places(gbit / scale, count, args) as (nodes, master):
+    with places(gbit / scale, nodes, args) as (prefixes, master):
+        url = f"tcp://{master}:{args.port}"
+
+        def run(words: list[str], prefixes: list[list[str]]) -> str:
+            """Run a command on each local node, with one thread. Returns: what rank 0 prints."""
+            env = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+            each = [
+                [*prefix, sys.executable, *(word.replace("{rank}", str(rank)) for word in words)]
+                for rank, prefix in enumerate(prefixes, args.rank)
+            ]
+            return commands.run(each, args.limit, ": raise --limit", env=env, cwd=ROOT)[0]
+
         if args.sleep:
-            return run_sleeping(nodes, count, master, args)
+            order = vars(args) | MODELS[args.sleep]
+            order |= {"arch": args.sleep, "nodes": nodes, "meet": url, "rank": "{rank}"}
+            script = str(ROOT / "scripts/bench/sleeping_node.py")
+            return json.loads(run([script, json.dumps(order)], prefixes).splitlines()[-1])
 
         def figures_of(method: str) -> rounds.Figures:
-            if method != "alone":
-                return run(nodes, count, method, master, args)
-            return {} if args.rank else run(nodes[:1], 1, "fp32", master, args)
+            count, comm = (1, "fp32") if method == ALONE else (nodes, method)
+            if args.rank and method == ALONE:
+                return {}
+            with tempfile.TemporaryDirectory() as out:
+                words = [str(ROOT / "imagenet_ddp.py"), "--dummy", "--comm", comm]
+                words += ["--world-size", str(count), "--rank", "{rank}", "--dist-url", url]
+                words += [*args.options, "--output-dir", f"{out}/{{rank}}", "--name", "case"]
+                run(words, prefixes[:count])
+                summary = Path(f"{out}/0/case/summary.json")
+                return {} if args.rank else json.loads(summary.read_text())
 
-        return rounds.measure(["alone", *args.methods], args.rounds, figures_of, strict=True)
+        return rounds.measure([ALONE, *args.methods], args.rounds, figures_of, strict=True)
 
 
 @contextlib.contextmanager
-def places(
-    gbit: float, count: int, args: argparse.Namespace
-) -> Iterator[tuple[list[list[str]], str]]:
+def places(gbit: float, nodes: int, args: argparse.Namespace) -> Iterator[tuple[list, str]]:
     """The command prefix of each local node, and the address of rank 0."""
     if args.master:
         yield [[]], args.master
         return
-    with namespaces.network(count) as nodes:
-        for node in nodes:
-            namespaces.limit(node, f"{int(gbit * 1e9)}bit", "200ms")
-        yield [list(node.enter) for node in nodes], namespaces.address(0)
+    with namespaces.network(nodes) as spaces:
+        for one in spaces:
+            namespaces.limit(one, f"{int(gbit * 1e9)}bit", "200ms")
+        yield [list(one.enter) for one in spaces], namespaces.address(0)
 
 
-def run(
-    nodes: list[list[str]], count: int, method: str, master: str, args: argparse.Namespace
-) -> rounds.Figures:
-    """The summary of the run; empty on ranks other than 0. Raises: `UserError`."""
-    with tempfile.TemporaryDirectory() as out:
-        each = []
-        for rank, enter in enumerate(nodes, args.rank):
-            words = [*enter, sys.executable, str(ROOT / "imagenet_ddp.py"), "--dummy"]
-            words += ["--comm", method, "--world-size", str(count), "--rank", str(rank)]
-            words += ["--dist-url", f"tcp://{master}:{args.port}", *args.options]
-            each.append([*words, "--output-dir", f"{out}/{rank}", "--name", "case"])
-        run_all(each, f"{method} on {count} nodes", args)
-        summary = Path(f"{out}/0/case/summary.json")
-        return json.loads(summary.read_text()) if not args.rank else {}
-
-
-def run_sleeping(
-    nodes: list[list[str]], count: int, master: str, args: argparse.Namespace
-) -> dict[str, list[rounds.Figures]]:
-    """The figures of all methods and rounds, from `bench/sleeping_node.py`. Raises: `UserError`."""
-    with tempfile.TemporaryDirectory() as out:
-        order = {"arch": args.sleep, **MODELS[args.sleep]._asdict(), "nodes": count}
-        order |= {name: getattr(args, name) for name in ("methods", "rounds")}
-        order |= {name: getattr(args, name) for name in ("slow_down", "shrink")}
-        order |= {"meet": f"tcp://{master}:{args.port}", "out": f"{out}/figures.json"}
-        node = [sys.executable, str(ROOT / "scripts/bench/sleeping_node.py")]
-        each = [
-            [*enter, *node, json.dumps(order | {"rank": rank})] for rank, enter in enumerate(nodes)
-        ]
-        run_all(each, f"{args.sleep} on {count} nodes", args)
-        return json.loads(Path(order["out"]).read_text())
-
-
-def run_all(commands_of_nodes: list[list[str]], what: str, args: argparse.Namespace) -> None:
-    """Run a command on each node, with one thread. Raises: `UserError`."""
-    env = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-    late = f"{what} takes longer than --limit"
-    done = commands.run(commands_of_nodes, args.limit, late, env=env, cwd=ROOT)
-    for rank, one in enumerate(done, args.rank):
-        if one.returncode:
-            raise UserError(f"node {rank} failed: {commands.last_lines(one)}")
-
-
-def rows_of(
-    place: tuple[float, int], by_method: dict[str, list[rounds.Figures]]
-) -> list[list[str]]:
-    """Medians over the rounds; the last column is the speed-up to the first method."""
-    alone, first, *_ = by_method.values()
-    columns = [
-        rounds.middle("network_mb_per_step", ".1f"),
-        rounds.middle("ms_per_step", ".0f"),
-        rounds.middle("images_per_s", ".0f"),
-        rounds.speed_up(alone, "ms_per_step", ".0%"),
-        rounds.speed_up(first, "ms_per_step"),
-    ]
-    head = [f"{number:g}" for number in place]
-    return [
-        [*head, name, *(cell(figures) for cell in columns)]
-        for name, figures in by_method.items()
-        if name != "alone"
-    ]
-
-
-def recommendation(by_method: dict[str, list[rounds.Figures]]) -> str:
+def recommend(measured: dict[str, list[rounds.Figures]]) -> str:
     """The option to use, and what it saves."""
     from utils.extras import compress
 
-    names = sorted(set(by_method) - {"alone"}, key=compress.exactness, reverse=True)
-    times = {name: median(one["ms_per_step"] for one in by_method[name]) for name in names}
+    names = sorted(measured, key=compress.exactness, reverse=True)
+    times = {name: median(one["ms_per_step"] for one in measured[name]) for name in names}
     best = compress.most_exact(times)
     text = f"use --comm {best}, {times[best]:.0f} ms per step"
     for other in ("fp32", "fp16"):

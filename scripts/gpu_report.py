@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import os
+import shutil
 import signal
 import sys
 import time
@@ -30,7 +31,8 @@ class Part(NamedTuple):
     """A section of the report: the output of a command, run by this Python.
 
     ``seconds``: time limit. ``gpus``: how many GPUs it needs. ``few``: options that make it little
-    work, for a CPU, and as a second try after the time limit.
+    work, for a CPU, and as a second try after the time limit. ``needs`` and ``makes``: folders in
+    --out.
     """
 
     title: str
@@ -38,6 +40,8 @@ class Part(NamedTuple):
     seconds: float
     gpus: int = 1
     few: str = ""
+    needs: str = ""
+    makes: str = ""
 
 
 CASES = "--rounds 1 --cases examples+{half}+channels_last,torchvision+{half},nd+{half},ddp+{half}"
@@ -50,14 +54,18 @@ RUN = "-a resnet18 -b 64 --lr 0.05 --image-size 64 --epochs 3 --output-dir {out}
 PARTS = [
     Part("Tests that need a GPU", f"-m pytest -m cuda -n 8 {GPU_TESTS}", 300),
     Part("The step", f"scripts/bench_step.py {{model}} {CASES}", 300, few="--cases nd+bf16"),
-    Part("Images", "scripts/prepare_data.py sample {out}/sample", 60, few="--train 20 --val 5"),
-    Part("A run", f"imagenet_nd.py {RUN} {{out}}/sample", 120, few="--epochs 1 --image-size 32"),
-    Part("Its curves", "scripts/compare_runs.py {out}/runs/run --out {out}/figures", 60),
+    Part("Images", "scripts/prepare_data.py sample {out}/sample", 60, few="--train 20 --val 5",
+         makes="sample"),
+    Part("A run", f"imagenet_nd.py {RUN} {{out}}/sample", 120, few="--epochs 1 --image-size 32",
+         needs="sample", makes="runs"),
+    Part("Its curves", "scripts/compare_runs.py {out}/runs/run --out {out}/figures", 60,
+         needs="runs"),
     Part("The largest batch", "imagenet_nd.py {model} --find-batch --dummy", 90, few="-b 4"),
-    Part("Input", "scripts/bench_input.py {input} --rounds 2 --batches 8", 240, few="--batches 2"),
-    Part("Reading and training", f"scripts/bench_step.py {READ}", 300, few=FEW),
+    Part("Input", "scripts/bench_input.py {input} --rounds 2 --batches 8", 240,
+         few="--batches 2 --images 200"),
+    Part("Reading and training", f"scripts/bench_step.py {READ}", 300, few=FEW, needs="sample"),
     Part("All GPUs", "imagenet_ddp.py {model} --dummy", 60, gpus=2),
-]
+]  # fmt: skip
 
 
 def section(part: Part, deadline: float, names: dict[str, str], small: bool) -> str:
@@ -66,15 +74,17 @@ def section(part: Part, deadline: float, names: dict[str, str], small: bool) -> 
     After the time limit it runs again with less work, and the section names what was left out.
     Raises: `UserError` if the command fails.
     """
+    out, left_out = Path(names["out"]), ""
     if part.gpus > max(1, int(names["gpus"])):
         return f"Left out: it needs {part.gpus} GPUs, and there are {names['gpus']}."
-    if "pytest" in part.command and not importlib.util.find_spec("pytest"):
+    if part.command.startswith("-m pytest") and not importlib.util.find_spec("pytest"):
         return "Left out: pytest is not installed, and installing it failed."
-    slow = ""
+    if not (out / part.needs).exists():
+        return f"Left out: {out / part.needs} is missing, as an earlier part did not make it."
     for few in (part.few,) if small else dict.fromkeys(("", part.few)):
         seconds = min(part.seconds, deadline - time.monotonic())
         if seconds < 5:
-            return f"{slow}Left out: no time was left (`--minutes`)."
+            return f"{left_out}Left out: no time was left (`--minutes`)."
         command = part.command.replace("{model}", names["model"]) + f" {few}"
         # {out} may have spaces in it, and {input} may be nothing.
         words = [filled for word in command.split() if (filled := word.format(**names))]
@@ -82,25 +92,22 @@ def section(part: Part, deadline: float, names: dict[str, str], small: bool) -> 
         began = time.monotonic()
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if small else {}
         env = os.environ | {"OMP_WAIT_POLICY": "passive"} | hidden
-        late = f"it did not end within {seconds:.0f} s"
+        if part.makes:
+            shutil.rmtree(out / part.makes, ignore_errors=True)  # of an earlier report or try
         try:
-            (done,) = commands.run([[sys.executable, *words]], seconds, late, cwd=ROOT, env=env)
+            (text,) = commands.run([[sys.executable, *words]], seconds, cwd=ROOT, env=env)
         except UserError as error:
-            if error.code != INTERRUPTED:
+            if part.makes:
+                shutil.rmtree(out / part.makes, ignore_errors=True)
+            if error.code != INTERRUPTED:  # else time was too short, here or for a bench
                 raise
-            slow += f"Left out: `python {' '.join(words)}`: {error}.\n\n"
+            left_out += f"Left out: {error}.\n\n".replace(sys.executable, "python")
             continue
-        output = commands.last_lines(done, 5) or "no output"
-        if done.returncode == INTERRUPTED:  # from a bench: time was too short
-            slow += f"Left out: `python {' '.join(words)}`: {output}\n\n"
-            continue
-        if done.returncode:
-            raise UserError(f"exit code {done.returncode}: {output}")
-        text = done.stdout.strip()
+        text = text.strip()
         if "scripts/bench" not in words[0]:  # benches print Markdown
             text = f"```\n{text}\n```"
-        return f"{slow}`python {' '.join(words)}` ({time.monotonic() - began:.0f} s)\n\n{text}"
-    return slow.strip()
+        return f"{left_out}`python {' '.join(words)}` ({time.monotonic() - began:.0f} s)\n\n{text}"
+    return left_out.strip()
 
 
 def main() -> int:
@@ -114,15 +121,19 @@ def main() -> int:
     if not small:
         check_gpus()
         if not torch.cuda.is_available():
-            raise UserError("there is no GPU here; --device cpu tests the report without one")
+            raise UserError("there is no GPU here: --device cpu tests the report without one")
     args.out.mkdir(parents=True, exist_ok=True)
     page, failed = args.out.resolve() / "gpu_report.md", []
-    model = "-a resnet18 -b 4 --image-size 32" if small else "-a resnet50 -b 256 --image-size 224"
-    names = {"model": model, "half": "bf16" if small else "fp16", "out": str(page.parent)}
-    names["gpus"] = str(0 if small else torch.cuda.device_count())
-    names["input"] = "" if photographs.find() else names["out"] + "/sample"
-    names["workers"] = str(launch.usable_cores())
-    about = comparison.describe(torch.device(args.device)) | {"gpus": names["gpus"]}
+    gpus = 0 if small else torch.cuda.device_count()
+    names = {
+        "model": "-a resnet18 -b 4 --image-size 32" if small else "-a resnet50 -b 256",
+        "half": "bf16" if small else "fp16",
+        "out": str(page.parent),
+        "gpus": str(gpus),
+        "input": "" if photographs.find() else f"{page.parent}/sample",
+        "workers": str(launch.usable_cores()),
+    }
+    about = comparison.describe(torch.device(args.device)) | {"gpus": gpus}
     text = f"# GPU report\n\n{date.today():%d %B %Y}, `bash scripts/gpu_report.sh`\n\n"
     text += "**This was a test on the CPU: the figures mean nothing.**\n\n" if small else ""
     text += "\n".join(f"- {name}: {value}" for name, value in about.items()) + "\n"

@@ -1,4 +1,4 @@
-"""The benches measure what they claim to, not how fast anything is; gpu_report goes on."""
+"""The benchmarks measure what they claim to, not how fast anything is; gpu_report continues."""
 
 import importlib.util
 import json
@@ -7,7 +7,6 @@ import sys
 import time
 from argparse import Namespace
 from pathlib import Path
-from types import SimpleNamespace
 
 import bench_input
 import bench_network
@@ -26,10 +25,12 @@ from utils.extras import dummy
 from utils.world import World
 
 SMALL = ("-a", "tiny_full", "-b", "4", "--image-size", "32")
-TABLE = """
-fp32 | 51.0 | 200 | 5 | 50% | 1.00
-int8 | 13.0 | 100 | 10 | 100% | 2.00
-"""
+
+
+def cells(text):
+    """The rows of a Markdown table, without its rule."""
+    rows = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in row] for row in rows]
 
 
 # ---- bench_step.py
@@ -39,36 +40,44 @@ def options(*line):
     return bench_step.parse([*SMALL, *line])
 
 
-def test_a_case_is_a_loop_and_what_is_added(capsys):
-    for case, loop, more, processes in (
-        ("ddp+bf16+compile+comm=int8+x2", "ddp", "--amp bf16 --compile default --comm int8", 2),
-        ("nd+compile=max-autotune", "nd", "--compile max-autotune", 0),
-        ("O2", "O2", "--opt-level O2", 1),
-    ):
-        wanted = loop, [*SMALL, *more.split()], processes
-        assert bench_step.options_of(case, options()) == wanted
-    for case, said in (
-        ("nd,", "'' is no case"),
-        ("nd+", "cannot be combined with ''"),
-        ("O2+fp16", "cannot be combined with 'fp16'"),
-    ):
-        assert bench_step.main(["--cases", case]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert said in line
+@pytest.mark.parametrize(
+    ("case", "command"),
+    [
+        (
+            "ddp+bf16+compile+comm=int8+x2",
+            r".*nproc_per_node=2 \S*/imagenet_ddp.py {small} --amp bf16 --compile default "
+            r"--comm=int8 .* --dummy",
+        ),
+        ("nd+compile=max-autotune", r"\S+ \S*/imagenet_nd.py {small} --compile=max-autotune .*"),
+        ("O2", r".*nproc_per_node=1 \S*/imagenet_ddp_apex.py {small} --opt-level O2 .*"),
+        ("examples+channels_last", r"\S+ \S*/peer_loops.py examples {small} --channels-last"),
+        ("nd,", "'' is no loop"),
+        ("nd+", "nd cannot be combined with ''"),
+        ("nd+x2", "nd cannot be combined with 'x2'"),
+        ("ddp+half", "ddp cannot be combined with 'half'"),
+    ],
+)
+def test_a_case_is_a_loop_and_additions(case, command):
+    if "/" in command:
+        words = bench_step.command(case, options(), Path("out"))
+        assert re.fullmatch(command.format(small=" ".join(SMALL)), " ".join(words))
+        return
+    with pytest.raises(UserError, match=command):
+        bench_step.measure(options("--cases", case))
 
 
-def test_a_case_that_fails_or_takes_too_long_is_ended_with_what_it_has_started(tmp_path):
-    with pytest.raises(UserError, match=r"^sh -c .* failed: why$"):
+def test_a_case_that_fails_or_takes_too_long_is_ended_with_its_children(tmp_path):
+    with pytest.raises(UserError, match=r"^sh -c .* failed with exit code 3: more / why$"):
         bench_step.run(["sh", "-c", "echo more >&2; echo why >&2; exit 3"], options(), tmp_path)
     words = ["sh", "-c", "echo $$ > group; sleep 600 & wait"]
-    with pytest.raises(UserError, match="longer than --limit 2 seconds: a smaller -b"):
+    with pytest.raises(UserError, match="longer than 2 s: a smaller -b"):
         bench_step.run(words, options("--limit", "2"), tmp_path)
     assert not wait_for_group(int((tmp_path / "group").read_text()))
 
 
 def test_a_case_ends_with_a_bench_that_is_killed(tmp_path):
     words = ["sh", "-c", f"cd {tmp_path}; echo $$ > new; mv new group; exec sleep 600"]
-    code = f"from bench import commands; commands.run([{words}], 60, '')"
+    code = f"from bench import commands; commands.run([{words}, ['true']], 60)"
     with Running("-c", code, PYTHONPATH=str(ROOT / "scripts")) as bench:
         assert eventually((tmp_path / "group").exists)
         bench.process.kill()
@@ -81,16 +90,16 @@ def test_ratios_are_medians_over_the_rounds_to_the_first_case(monkeypatch):
     def rounds(*cpu):
         return [{"images_per_s": 3000 / ms, "cpu_ms_per_image": ms} for ms in cpu]
 
-    found = {"examples": rounds(100, 200, 110), "nd": rounds(80, 160, 100)}
-    found["nd"][1]["images_per_s"] = 30.0  # twice that of the first case
-    found["nd"][2]["images_per_s"] = 60.0
+    results = {"examples": rounds(100, 200, 110), "nd": rounds(80, 160, 100)}
+    results["nd"][1]["images_per_s"] = 30.0  # twice that of the first case
+    results["nd"][2]["images_per_s"] = 60.0
     for cuda, ratio in ((False, "1.25"), (True, "2.00")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda cuda=cuda: cuda)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "X")
-        head, _, *rows = bench_step.page(found, options()).splitlines()[:4]
-        rows = [dict(zip(head.split(" | "), row.split(" | "), strict=True)) for row in rows]
-        assert [row["ratio |"].rstrip(" |") for row in rows] == ["1.00", ratio]
-        assert rows[1]["CPU ms per image"] == "100.0"
+        head, *rows = cells(bench_step.page(results, options()))
+        rows = [dict(zip(head, row, strict=True)) for row in rows]
+        assert [row["ratio"] for row in rows] == ["1.00", ratio]
+        assert (rows[1]["CPU ms per image"], rows[1]["host ms"]) == ("100.0", "-")
 
 
 def test_the_steps_of_a_usual_loop():
@@ -98,8 +107,8 @@ def test_the_steps_of_a_usual_loop():
     line = ("--rounds", "1", "--threads", "1", "--cases", "examples")
     done = python("scripts/bench_step.py", *SMALL, *line, PYTHONPATH=STAND_IN)
     assert done.code == 0, done.err
-    head, _, cells = [line.split("|")[1:-1] for line in done.out.splitlines() if "|" in line]
-    row = dict(zip(map(str.strip, head), map(str.strip, cells), strict=True))
+    head, row = cells(done.out)
+    row = dict(zip(head, row, strict=True))
     assert row["case"] == "examples"
     assert float(row["CPU ms per image"]) > 0 and float(row["GiB"]) > 0
     rate = float(row["images/s"]) * float(row["ms per step"])
@@ -107,8 +116,8 @@ def test_the_steps_of_a_usual_loop():
 
 
 def test_a_step_is_timed_without_those_that_warm_up(monkeypatch):
-    """By clocks that stand in: the first two steps take 100 s, each of the others 2 s, and half
-    of that in CPU time."""
+    """By simulated clocks: the first two steps take 100 s, each of the others 2 s, and half of that
+    in CPU time."""
     now = [0.0]
 
     def step():
@@ -116,31 +125,33 @@ def test_a_step_is_timed_without_those_that_warm_up(monkeypatch):
 
     monkeypatch.setattr(time, "perf_counter", lambda: now[-1])
     monkeypatch.setattr(time, "process_time", lambda: now[-1] / 2)
-    found = dummy.time_steps(step, World(torch.device("cpu")), 2, 4)
+    figures = dummy.time_steps(step, World(torch.device("cpu")), 2, 4)
     assert len(now) == 1 + 2 + 4
-    assert found.pop("peak_memory_bytes") > 1e6
-    assert found.pop("network_mb_per_step") >= 0
-    assert found == {"ms_per_step": 2000, "cpu_ms_per_step": 1000}
+    assert figures.pop("peak_memory_bytes") > 1e6
+    assert figures.pop("network_mb_per_step") >= 0
+    assert figures == {"ms_per_step": 2000, "cpu_ms_per_step": 1000}
 
 
-def test_from_files_what_few_images_cost_is_taken_off(monkeypatch, folder, tmp_path):
-    """A peer that takes 2 s and 0.1 s per image, and the first time much longer, by a clock that
-    stands in; of CPU time half of that."""
-    warm = []
+def test_from_files_the_cost_of_few_images_is_subtracted(monkeypatch, folder, tmp_path):
+    """By simulated clocks, a peer takes 2 s and 0.1 s per image, and the first time much longer; of
+    CPU time half of that."""
+    clock = [0.0]
 
     def run(words, args, place):
         assert words[0] == "train"
         seconds = 2 + 0.1 * len(list((Path(words[1]) / "train").rglob("*.JPEG")))
-        seconds += 0 if warm else 1000
-        warm.append(words)
-        return "", seconds, seconds / 2
+        clock.append(clock[-1] + seconds + (1000 if len(clock) == 1 else 0))
 
     monkeypatch.setattr(bench_step, "run", run)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[-1])
+    monkeypatch.setattr(bench_step.rounds, "cpu_seconds", lambda: clock[-1] / 2)
     args = options("--data", str(folder), "--few", "8", "--more", "100")
-    folders = bench_step.few_and_more(args, tmp_path)
-    found = bench_step.difference("slow", {"slow": "train {data}"}, args, folders)
-    wanted = {"cpu_ms_per_image": 50, "images_per_s": 10, "ms_per_step": 400}
-    assert found == pytest.approx(wanted)
+    folders = bench_step.link_images(args, tmp_path)
+    figures = bench_step.difference(
+        "slow", {"slow": "train {data}"}, args, folders, tmp_path / "runs"
+    )
+    expected = {"cpu_ms_per_image": 50, "images_per_s": 10, "ms_per_step": 400}
+    assert figures == pytest.approx(expected)
 
 
 # ---- bench_input.py, bench_network.py
@@ -148,23 +159,21 @@ def test_from_files_what_few_images_cost_is_taken_off(monkeypatch, folder, tmp_p
 
 def test_ratios_are_of_cpu_time_to_the_first_row_and_round_by_round(monkeypatch, tmp_path):
     """The second pipeline is three times as fast; a round that warms up is not counted."""
-    index, played = noise_index(tmp_path, images=3), []
+    source, calls = noise_index(tmp_path, images=3), []
 
-    def time_it(make, batches, workers):
-        played.append((make, len(batches)))
+    def time_it(pipeline, batches, workers):
+        calls.append((pipeline, len(batches)))
         images = 64 * len(batches)
-        slow = 10 if len(played) == 6 else 100 if len(played) <= 2 else 1
-        return slow * images / make, 2 * images / make
+        slow = 10 if len(calls) == 6 else 100 if len(calls) <= 2 else 1
+        return slow * images / pipeline, 2 * images / pipeline
 
     monkeypatch.setattr(bench_input, "time_it", time_it)
-    rows = {"one|x": bench_input.Row(100, index), "other|x": bench_input.Row(300, index)}
     args = Namespace(rounds=3, batches=4, workers=1, latency=None)
-    table = bench_input.compare(rows, args)
+    table = bench_input.compare({"one|x": (100, source, 0), "other|x": (300, source, 0)}, args)
     # After the first, all rounds take about as long.
-    assert played[:2] == [(100, 4), (300, 4)]
-    assert played[2:] == [(100, 4), (300, 12), (300, 12), (100, 4), (100, 4), (300, 12)]
-    found = [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()[2:]]
-    assert found == [
+    assert calls[:2] == [(100, 4), (300, 4)]
+    assert calls[2:] == [(100, 4), (300, 12), (300, 12), (100, 4), (100, 4), (300, 12)]
+    assert cells(table)[1:] == [
         ["one", "x", "50", "10.00", "100", "1.00"],
         ["other", "x", "150", "3.33", "300", "3.00"],
     ]
@@ -176,10 +185,7 @@ def test_a_slow_disk_delays_each_open_and_read(folder, tmp_path):
     line = ("--latency", "0,10", "--rounds", "1", "--batches", "1", "-j", "0")
     done = python("scripts/bench_input.py", folder, "--cache", tmp_path / "cache", *line)
     assert done.code == 0, done.err
-    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in done.out.splitlines()]
-    rates = {
-        (row[0], row[1]): float(row[2]) for row in rows if len(row) > 2 and row[1][:1].isdigit()
-    }
+    rates = {(row[0], row[1]): float(row[2]) for row in cells(done.out)[1:]}
     names = ("this suite, folder", "this suite, tar files", "pytorch/examples, folder")
     assert rates.keys() == {(name, delay) for name in names for delay in ("0 ms", "10 ms")}
     assert max(rates[names[0], "10 ms"], rates[names[2], "10 ms"]) < 1000 / 20
@@ -193,11 +199,13 @@ def test_without_photographs_it_says_what_to_install(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_table_is_of_medians_beside_one_node_and_the_first_method(monkeypatch, capsys, rank):
+def test_the_table_has_medians_and_ratios_to_one_node_and_to_the_first_method(
+    monkeypatch, capsys, rank
+):
     took = {"alone": [90, 80, 100], "fp32": [180, 200, 200], "int8": [90, 100, 100]}
     sent = {"alone": [0] * 3, "fp32": [50, 52, 51], "int8": [13] * 3}
 
-    def run(commands, seconds, late, **options):
+    def run(commands, seconds, advice, **options):
         ((_, script, dummy, *words),) = commands
         assert (Path(script).name, dummy, words.pop()) == ("imagenet_ddp.py", "--dummy", "case")
         given = dict(zip(words[::2], words[1::2], strict=False))
@@ -209,14 +217,19 @@ def test_the_table_is_of_medians_beside_one_node_and_the_first_method(monkeypatc
         case = Path(given["--output-dir"], "case")
         case.mkdir(parents=True)
         (case / "summary.json").write_text(json.dumps(figures))
-        return [SimpleNamespace(returncode=0)]
+        return [""]
 
     monkeypatch.setattr(bench_network.commands, "run", run)
     line = ["--methods", "fp32,int8", "--master", "10.0.0.1", "--rank", str(rank), "--", "-b", "8"]
     assert bench_network.main(line) == 0
     out = capsys.readouterr().out
+    rows = [
+        ["2", "fp32", "51.0", "200", "5", "50%", "1.00"],
+        ["2", "int8", "13.0", "100", "10", "100%", "2.00"],
+    ]
+    assert cells(out)[1:] == rows * (1 - rank)
     advice = "2 nodes: use --comm int8, 100 ms per step; fp32: 200 ms, so int8 saves 50%"
-    assert all(row in out for row in (*TABLE.split("\n"), advice)) == (rank == 0)
+    assert (advice in out) == (rank == 0)
     assert took == {"alone": [90, 80, 100] * rank, "fp32": [], "int8": []}
 
 
@@ -226,48 +239,58 @@ def test_sleeping_nodes_send_what_the_model_would(capsys):
     need()
     line = "--sleep resnet50 --methods fp32,fp16 --rounds 1 --slow-down 2 --shrink 32"
     assert bench_network.main(line.split()) == 0
-    rows = re.findall(r"\| 10 \| 2 \| (fp\d+) \| ([\d.]+) \|", capsys.readouterr().out)
-    sent = {method: float(size) for method, size in rows}
+    sent = {row[2]: float(row[3]) for row in cells(capsys.readouterr().out)[1:]}
     assert sent == {"fp32": pytest.approx(102.2, rel=0.02), "fp16": pytest.approx(51.1, rel=0.02)}
 
 
 # ---- gpu_report.sh
 
 
-def test_the_parts_after_one_that_fails_are_done(monkeypatch, tmp_path):
+def test_the_parts_after_one_that_fails_are_run(monkeypatch, tmp_path):
+    out = tmp_path / "out"
+
     def report(parts, *options):
-        """The exit code and the page of a report on the CPU."""
-        words = ["gpu_report.py", "--device", "cpu", "--out", str(tmp_path / "out"), *options]
+        """The exit code and the sections of a report on the CPU."""
+        words = ["gpu_report.py", "--device", "cpu", "--out", str(out), *options]
         monkeypatch.setattr(gpu_report, "PARTS", parts)
         monkeypatch.setattr(sys, "argv", words)
-        return gpu_report.main(), (tmp_path / "out/gpu_report.md").read_text()
+        code = gpu_report.main()
+        parts = (out / "gpu_report.md").read_text().split("\n## ")[1:]
+        return code, dict(part.partition("\n\n")[::2] for part in parts)
 
+    late = "from pathlib import Path; Path('{out}/made').mkdir(); import time; time.sleep(1000)"
+    (tmp_path / "late.py").write_text(late.format(out=out))
     parts = [
         Part("One", "-c print('well')", 100),
         Part("Two", "-c exit('no_such_kernel')", 100),
-        Part("Three", "-c __import__('time').sleep(1000)", 6),
-        Part("Four", "-c print(1)", 100, gpus=2),
-        Part("Five", "-m pytest", 100),
+        Part("Three", f"{tmp_path}/late.py", 6, makes="made"),
+        Part("Four", "-c print(1)", 100, needs="made"),
+        Part("Five", "-c print(1)", 100, gpus=2),
+        Part("Six", "-c exit(75)", 100),
+        Part("Seven", "-m pytest", 100),
     ]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    code, page = report(parts)
+    code, sections = report(parts)
     assert code == 1
-    found = dict(part.partition("\n\n")[::2] for part in page.split("\n## ")[1:])
-    assert "\nwell\n" in found["One"]
-    assert found["Two"].startswith("**Failed:** exit code 1: no_such_kernel")
-    assert found["Three"].startswith("Left out: ")
-    assert "it did not end within 6 s" in found["Three"]
-    assert found["Four"].startswith("Left out: it needs 2 GPUs, and there are 0")
-    assert found["Five"].startswith("Left out: pytest is not installed")
-    code, page = report(parts[:1], "--minutes", "0.01")
+    assert "\nwell\n" in sections.pop("One")
+    for title, begin, text in (
+        ("Two", "**Failed:** ", "failed with exit code 1: no_such_kernel"),
+        ("Three", "Left out: ", "takes longer than 6 s"),
+        ("Four", "Left out: ", "made is missing"),
+        ("Five", "Left out: it needs 2 GPUs, and there are 0", ""),
+        ("Six", "Left out: ", "exit code 75"),
+        ("Seven", "Left out: pytest is not installed", ""),
+    ):
+        assert sections[title].startswith(begin) and text in sections[title]
+    code, sections = report(parts[:1], "--minutes", "0.01")
     assert code == 0
-    assert "Left out: no time was left" in page
+    assert "Left out: no time was left" in sections["One"]
 
 
-def test_a_part_that_is_too_slow_is_given_less_work(tmp_path):
-    script, names = tmp_path / "part.py", {"model": "", "gpus": "1"}
+def test_a_part_that_is_too_slow_gets_less_work(tmp_path):
+    script, names = tmp_path / "part.py", {"model": "", "gpus": "1", "out": str(tmp_path)}
     script.write_text("import sys, time\ntime.sleep(0 if sys.argv[1:] else 1000)\nprint('well')\n")
     part = Part("Slow", str(script), 6, few="--few")
     text = gpu_report.section(part, time.monotonic() + 60, names, small=False)
-    assert text.startswith(f"Left out: `python {script}`: it did not end within 6 s.")
+    assert text.startswith(f"Left out: python {script} takes longer than 6 s.")
     assert f"`python {script} --few` (" in text and text.endswith("\nwell\n```")

@@ -18,6 +18,7 @@
 
 #define FILES 65536
 #define READ_AHEAD (128 << 10) /* bytes, Linux's default; a longer read brings all that it asks for */
+#define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
 
 /* Of each open file: 0 if it is fast, else 1 + the place up to which it has been read ahead. */
 static off_t known[FILES];
@@ -32,19 +33,12 @@ static void wait_for_server(void) {
 
 static int is_slow(const char *path) {
     const char *slow = getenv("LATENCY_PATHS");
-    while (slow && path) {
-        size_t length = strcspn(slow, ":");
+    for (size_t length; slow && path; slow = slow[length] ? slow + length + 1 : NULL) {
+        length = strcspn(slow, ":");
         if (length && !strncmp(path, slow, length))
             return 1;
-        slow = slow[length] ? slow + length + 1 : NULL;
     }
     return 0;
-}
-
-static int opened(int file, const char *path) {
-    if (file >= 0 && file < FILES)
-        known[file] = is_slow(path);
-    return file;
 }
 
 static void before_read(int file, off_t place, size_t count) {
@@ -57,54 +51,49 @@ static void before_read(int file, off_t place, size_t count) {
     known[file] = 1 + place + (off_t)(count > READ_AHEAD ? count : READ_AHEAD);
 }
 
-#define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
-
-#define OPEN(name)                                                       \
-    int name(const char *path, int flags, ...) {                         \
-        va_list more;                                                    \
-        va_start(more, flags);                                           \
-        mode_t mode = va_arg(more, int);                                 \
-        va_end(more);                                                    \
-        if (is_slow(path))                                               \
-            wait_for_server();                                           \
-        return opened(REAL(name)(path, flags, mode), path);              \
+#define OPEN(name)                                                            \
+    int name(const char *path, int flags, ...) {                              \
+        va_list more;                                                         \
+        va_start(more, flags);                                                \
+        mode_t mode = va_arg(more, int);                                      \
+        va_end(more);                                                         \
+        int slow = is_slow(path);                                             \
+        if (slow)                                                             \
+            wait_for_server();                                                \
+        int file = REAL(name)(path, flags, mode);                             \
+        if (file >= 0 && file < FILES)                                        \
+            known[file] = slow;                                               \
+        return file;                                                          \
+    }
+#define STAT(name, buffer)                                                    \
+    int name(const char *path, struct buffer *status) {                       \
+        if (is_slow(path))                                                    \
+            wait_for_server();                                                \
+        return REAL(name)(path, status);                                      \
+    }
+#define PREAD(name, offset)                                                   \
+    ssize_t name(int file, void *data, size_t count, offset place) {          \
+        before_read(file, place, count);                                      \
+        return REAL(name)(file, data, count, place);                          \
+    }
+#define PREADV(name, offset)                                                  \
+    ssize_t name(int file, const struct iovec *parts, int n, offset place) {  \
+        size_t count = 0;                                                     \
+        for (int i = 0; i < n; i++)                                           \
+            count += parts[i].iov_len;                                        \
+        before_read(file, place, count);                                      \
+        return REAL(name)(file, parts, n, place);                             \
     }
 OPEN(open)
 OPEN(open64)
-
-#define STAT(name, buffer)                                               \
-    int name(const char *path, struct buffer *status) {                  \
-        if (is_slow(path))                                               \
-            wait_for_server();                                           \
-        return REAL(name)(path, status);                                 \
-    }
 STAT(stat, stat)
 STAT(stat64, stat64)
+PREAD(pread, off_t)
+PREAD(pread64, off64_t)
+PREADV(preadv, off_t)
+PREADV(preadv64, off64_t)
 
 ssize_t read(int file, void *data, size_t count) {
     before_read(file, lseek(file, 0, SEEK_CUR), count);
     return REAL(read)(file, data, count);
 }
-
-#define PREAD(name, offset)                                              \
-    ssize_t name(int file, void *data, size_t count, offset place) {     \
-        before_read(file, place, count);                                 \
-        return REAL(name)(file, data, count, place);                     \
-    }
-PREAD(pread, off_t)
-PREAD(pread64, off64_t)
-
-static size_t bytes_of(const struct iovec *parts, int count) {
-    size_t total = 0;
-    for (int i = 0; i < count; i++)
-        total += parts[i].iov_len;
-    return total;
-}
-
-#define PREADV(name, offset)                                                    \
-    ssize_t name(int file, const struct iovec *parts, int count, offset place) { \
-        before_read(file, place, bytes_of(parts, count));                       \
-        return REAL(name)(file, parts, count, place);                           \
-    }
-PREADV(preadv, off_t)
-PREADV(preadv64, off64_t)

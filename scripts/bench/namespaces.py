@@ -18,21 +18,23 @@ from pathlib import Path
 
 from utils.errors import UserError
 
-# The first program inside. It has to collect dead orphans: ignoring SIGCHLD does that.
-_FIRST = ("sh", "-c", "echo ready; trap '' CHLD; exec sleep infinity")
-
 
 class Namespaces:
-    """Namespaces of these ``kinds`` (options of unshare), and a process that keeps them."""
+    """Namespaces of these ``kinds`` (options of unshare), and a process that keeps them.
+
+    ``enter`` is the prefix of a command that is to run inside.
+    """
 
     def __init__(self, kinds: tuple[str, ...]):
         """Raises: `UserError` where namespaces are not allowed."""
-        new = ("unshare", *kinds, "--fork", "--kill-child")
-        new += ("--mount-proc",) if "--pid" in kinds else ()
+        new = ["unshare", *kinds, "--fork", "--kill-child"]
+        new += ["--mount-proc"] if "--pid" in kinds else []
         # The kernel kills unshare with this process, the first program with unshare, and with its
-        # first program a whole process namespace.
+        # first program a whole process namespace. The first program has to collect dead orphans:
+        # ignoring SIGCHLD does that.
+        first = ["sh", "-c", "echo ready; trap '' CHLD; exec sleep infinity"]
         self.keeper = subprocess.Popen(
-            ["setpriv", "--pdeathsig", "KILL", *new, *_FIRST],
+            ["setpriv", "--pdeathsig", "KILL", *new, *first],
             start_new_session=True,  # Ctrl-C must not end the network before the job
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -40,30 +42,26 @@ class Namespaces:
             text=True,
         )
         if self.keeper.stdout.readline() != "ready\n":
-            self.keeper.wait()
-            why = self.keeper.stderr.read().strip()
-            raise UserError(f"namespaces are not allowed here: {why}")
+            _, reason = self.keeper.communicate()
+            raise UserError(f"namespaces are not allowed here: {reason.strip()}")
         (self.first,) = children(self.keeper.pid)
         self.enter = ("nsenter", f"--target={self.first}", *kinds, "--")
 
     def close(self) -> None:
         """End everything inside."""
-        self.keeper.kill()
-        self.keeper.wait()
-        self.keeper.stdout.close()
-        self.keeper.stderr.close()
-        limit = time.monotonic() + 30
-        while Path(f"/proc/{self.first}").exists() and time.monotonic() < limit:
+        with self.keeper:
+            self.keeper.kill()
+        end = time.monotonic() + 30
+        while Path(f"/proc/{self.first}").exists() and time.monotonic() < end:
             time.sleep(0.01)
 
 
 def children(pid: int) -> list[int]:
-    """The ids of a process's children; none once it has ended."""
+    """The ids of a process's children; none once it has exited."""
     try:
-        text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    except FileNotFoundError:  # it has ended
+        return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except FileNotFoundError:
         return []
-    return [int(one) for one in text.split()]
 
 
 def do(*command: str) -> None:
@@ -86,35 +84,33 @@ def make_bridge(switch: Namespaces) -> None:
 
 def plug_in(number: int, node: Namespaces, switch: Namespaces) -> None:
     """Connect a node: eth0 there, and ``port<number>`` in the switch."""
-    cable = f"port{number}"
-    do(*switch.enter, "ip", "link", "add", cable, "type", "veth", "peer", "name", "eth0",
-       "netns", str(node.first))  # fmt: skip
-    do(*switch.enter, "ip", "link", "set", cable, "up", "master", "bridge")
+    cable = f"ip link add port{number} type veth peer name eth0 netns {node.first}"
+    do(*switch.enter, "sh", "-ec", f"{cable}; ip link set port{number} up master bridge")
     up = f"ip link set lo up; ip address add {address(number)}/24 dev eth0; ip link set eth0 up"
     do(*node.enter, "sh", "-ec", up)
 
 
 def limit(node: Namespaces, rate: str, latency: str = "20ms") -> None:
     """Limit what a node sends: ``rate`` such as 100mbit, of Ethernet's bytes."""
-    do(*node.enter, "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", rate,
-       "burst", "256kb", "latency", latency)  # fmt: skip
+    line = f"tc qdisc add dev eth0 root tbf rate {rate} burst 256kb latency {latency}"
+    do(*node.enter, *line.split())
 
 
 @contextlib.contextmanager
 def network(count: int) -> Iterator[list[Namespaces]]:
     """Start ``count`` connected nodes, which end with the block. Raises: `UserError`."""
     if os.geteuid() != 0:
-        raise UserError("nodes on one machine (network namespaces) need root")
+        raise UserError("nodes on one machine (network namespaces) need root: use sudo")
     for program in ("unshare", "nsenter", "setpriv", "ip", "tc"):
         if not shutil.which(program):
             raise UserError(f"{program} is missing: apt-get install iproute2 util-linux")
     with contextlib.ExitStack() as stack:
-        switch = Namespaces(("--net",))
-        stack.callback(switch.close)
+        spaces = []
+        for _ in range(1 + count):
+            spaces.append(Namespaces(("--net",)))
+            stack.callback(spaces[-1].close)
+        switch, *nodes = spaces
         make_bridge(switch)
-        nodes = []
-        for number in range(count):
-            nodes.append(Namespaces(("--net",)))
-            stack.callback(nodes[-1].close)
-            plug_in(number, nodes[-1], switch)
+        for number, node in enumerate(nodes):
+            plug_in(number, node, switch)
         yield nodes
