@@ -16,6 +16,7 @@ those of decoding whole images.
 
 import argparse
 import io
+import itertools
 import os
 import random
 import shlex
@@ -51,14 +52,13 @@ def main(argv: list[str] | None = None) -> int:
     if args.if_missing and region_decode.has_library():
         return 0
     try:
-        boxes = build(region_decode.LIBRARY)
-    except (UserError, OSError) as reason:
-        error = reason if isinstance(reason, UserError) else UserError(f"cannot build it: {reason}")
+        crops = build(region_decode.LIBRARY)
+    except (UserError, OSError) as error:
         if not args.if_missing:
             return report(error)
         print(f"note: JPEG files are decoded whole, which is slower: {error}")
         return 0
-    print(f"built {region_decode.LIBRARY} ({boxes} crops compared with whole decoding: equal)")
+    print(f"built {region_decode.LIBRARY} ({crops} crops compared with whole decoding: equal)")
     return 0
 
 
@@ -66,16 +66,16 @@ def build(library: Path) -> int:
     """Compile ``library`` and compare its pixels before it replaces an existing file.
 
     Libraries of other sources are removed. Returns: the number of crops compared. Raises:
-    `UserError`.
+    `UserError`, OSError.
     """
     with tempfile.TemporaryDirectory(dir=library.parent, prefix=".build_") as folder:
-        made = Path(folder) / library.name
-        compile_source(str(region_decode.SOURCE), "-o", str(made), "-ljpeg")
-        number = compare(made)
+        new = Path(folder) / library.name
+        compile_source(str(region_decode.SOURCE), "-o", str(new), "-ljpeg")
+        crops = compare(new)
         for old in library.parent.glob("libregion_decode*.so"):
             old.unlink(missing_ok=True)
-        made.replace(library)
-    return number
+        new.replace(library)
+    return crops
 
 
 def compile_source(*words: str) -> None:
@@ -95,41 +95,34 @@ def compile_source(*words: str) -> None:
 
 def compare(library: Path) -> int:
     """Compare crops with those of whole images. Returns: their number. Raises: `UserError`."""
-    import torch  # takes seconds, which --if-missing mostly saves
-
-    from utils import images as im
-
-    draw, boxes = random.Random(0), 0
-    for sampling in SAMPLINGS:
-        for size in SIZES:
-            data = noise(sampling, size)
-            whole = im.decode(data)
-            for _ in range(BOXES):
-                box = top, left, height, width = im.random_box(draw, *whole.shape[1:])
-                decoded = region_decode.decode_region(data, box, library)
-                if decoded is None:
-                    raise UserError("it cannot decode: is the header of another libjpeg version?")
-                pixels = torch.from_numpy(decoded[0]).permute(2, 0, 1)[:, :, left - decoded[1] :]
-                part = whole[:, top : top + height, left : left + width]
-                if not torch.equal(pixels[:, :, :width], part):
-                    raise UserError(
-                        f"libjpeg's pixels differ from torchvision's (colour {sampling}), so it is "
-                        "not used: all nodes must train on the same batches"
-                    )
-                boxes += 1
-    return boxes
-
-
-def noise(sampling: str, size: tuple[int, int]) -> bytes:
-    """A file of noise with colour at the resolution ``sampling``; size: width, height."""
-    import numpy as np
+    import numpy as np  # these imports take seconds, which --if-missing mostly saves
+    import torch
     from PIL import Image
 
-    shape = (size[1], size[0]) if sampling == "grey" else (size[1], size[0], 3)
-    pixels, file = np.random.default_rng(0).integers(0, 256, shape, np.uint8), io.BytesIO()
-    options = {} if sampling == "grey" else {"subsampling": sampling}
-    Image.fromarray(pixels).save(file, "JPEG", **options)
-    return file.getvalue()
+    from utils import images
+
+    draw, crops = random.Random(0), 0
+    for sampling, (wide, high) in itertools.product(SAMPLINGS, SIZES):
+        shape, how = (high, wide, 3), {"subsampling": sampling}
+        if sampling == "grey":
+            shape, how = (high, wide), {}
+        noise, file = np.random.default_rng(0).integers(0, 256, shape, np.uint8), io.BytesIO()
+        Image.fromarray(noise).save(file, "JPEG", **how)
+        whole = images.decode(file.getvalue())
+        for _ in range(BOXES):
+            box = top, left, height, width = images.random_box(draw, high, wide)
+            decoded = region_decode.decode_region(file.getvalue(), box, library)
+            if decoded is None:
+                raise UserError("it cannot decode: is the header of another libjpeg version?")
+            pixels = torch.from_numpy(decoded[0]).permute(2, 0, 1)[:, :, left - decoded[1] :]
+            part = whole[:, top : top + height, left : left + width]
+            if not torch.equal(pixels[:, :, :width], part):
+                raise UserError(
+                    f"libjpeg's pixels differ from torchvision's (colour {sampling}), so it is "
+                    "not used: all nodes must train on the same batches"
+                )
+            crops += 1
+    return crops
 
 
 if __name__ == "__main__":

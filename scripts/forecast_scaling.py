@@ -15,9 +15,10 @@ in scripts/forecast/model.py.
 
 import argparse
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -26,18 +27,17 @@ from utils import launch
 
 launch.prepare()  # before torch is imported, which takes seconds
 
-from compare import runs
-from compare.table import text_table
-from forecast import buckets, model, picture
+from compare import pictures, runs
+from compare.page import Chart
+from compare.table import NONE, text_table
+from forecast import buckets, model
 from forecast.model import Cluster, Forecast, Workload
 
-from utils.errors import UserError, report, tolerate_broken_pipe
-from utils.extras import compress as comm_methods
+from utils.errors import UserError, exit_with
+from utils.extras import compress
 from utils.option_types import list_of, non_negative, number, positive
 
 MOST_COLUMNS = 12
-
-above_0 = number(float, 0, exclusive=True)
 
 
 class MeasuredRun(NamedTuple):
@@ -54,20 +54,24 @@ class MeasuredRun(NamedTuple):
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    try:
-        work, cluster, measured_runs = plan(args)
-        measured = {run.gpus: run.step_s for run in measured_runs}
-        gpu_counts = args.gpus or [cluster.gpus_per_node * nodes for nodes in args.nodes]
-        rows = [model.forecast(work, cluster, gpus) for gpus in sorted({*gpu_counts, *measured})]
-        print(describe(work, cluster, args), table(rows, measured), sep="\n\n", end="\n\n")
-        if several := [row.gpus for row in rows if row.nodes > 1]:
-            print(methods(work, cluster, several[:MOST_COLUMNS]), end="\n\n")
-        if args.out:
-            title = f"{args.arch}, {work.batch} images per GPU, {cluster.network_gbit:g} Gbit/s"
-            picture.draw(rows, measured, title, args.out)
-            print(f"picture: {args.out}")
-    except UserError as error:
-        return report(error)
+    work, cluster, measured_runs = plan(args)
+    measured = {run.gpus: run.step_s for run in measured_runs}
+    gpu_counts = args.gpus or [cluster.gpus_per_node * nodes for nodes in args.nodes]
+    rows = [model.forecast(work, cluster, gpus) for gpus in sorted({*gpu_counts, *measured})]
+    print(
+        f"{args.arch}: {work.batch} images per GPU at {work.images_per_s:.4g} images/s alone, "
+        f"{sum(work.wire_bytes) / 1e6:.1f} MB of {work.how.name} gradients per step; "
+        f"{cluster.gpus_per_node} GPU{'s' * (cluster.gpus_per_node > 1)} per node\n"
+        f"network {cluster.network_gbit:g} Gbit/s x {cluster.protocol:.2g}, "
+        f"{1e6 * cluster.latency_s:g} us per hop; in a node {cluster.local_gbit:g} Gbit/s; "
+        f"jitter {cluster.jitter:g}\n\n{table(rows, measured)}\n"
+    )
+    if several := [row.gpus for row in rows if row.nodes > 1]:
+        print(methods(work, cluster, several[:MOST_COLUMNS]), end="\n\n")
+    if args.out:
+        title = f"{args.arch}, {work.batch} images per GPU, {cluster.network_gbit:g} Gbit/s"
+        draw(rows, measured, title, args.out)
+        print(f"picture: {args.out}")
     return 0
 
 
@@ -75,26 +79,22 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    above_0 = number(float, 0, exclusive=True)
     add = parser.add_argument_group("the training").add_argument
     add("-a", "--arch", help="any model that the training scripts take (resnet50)")
     add("--classes", type=positive, metavar="N", help="number of classes (1000)")
     add("-b", "--batch-size", type=positive, metavar="N", help="images per GPU (128)")
     text = "speed of a single GPU, as the training scripts print with --dummy"
     add("--gpu-images-per-s", type=above_0, metavar="X", help=text)
-    text = f"how gradients are exchanged: {', '.join(comm_methods.NAMES)} (%(default)s)"
+    text = f"how gradients are exchanged: {', '.join(compress.NAMES)} (%(default)s)"
     add("--comm", default="fp32", metavar="METHOD", help=text)
     text = "run directories; the run on the fewest processes gives model, batch and speed"
     add("--from", dest="runs", nargs="+", type=Path, default=[], metavar="RUN", help=text)
     add("--fit-network", action="store_true", help="fit --protocol to the second run")
     add = parser.add_argument_group("the machines").add_argument
     nodes, numbers = "1,2,4,8,16,32,64,128,256,512,1024", list_of(number(int, 1, 100_000))
-    add(
-        "--nodes",
-        type=numbers,
-        default=nodes,
-        metavar="LIST",
-        help="numbers of nodes (%(default)s)",
-    )
+    text = "numbers of nodes (%(default)s)"
+    add("--nodes", type=numbers, default=nodes, metavar="LIST", help=text)
     text = "numbers of GPUs, in place of --nodes; they fill one node after the other"
     add("--gpus", type=numbers, metavar="LIST", help=text)
     add("--gpus-per-node", type=positive, metavar="N", help="GPUs per node (1, or as in the runs)")
@@ -133,51 +133,36 @@ def read_runs(paths: list[Path]) -> list[MeasuredRun]:
 def plan(args: argparse.Namespace) -> tuple[Workload, Cluster, list[MeasuredRun]]:
     """Workload, cluster, and the measured runs, sorted by number of GPUs. Raises `UserError`."""
     measured_runs = read_runs(args.runs)
-    if measured_runs:
-        args.arch = args.arch or measured_runs[0].arch
-        args.classes = args.classes or measured_runs[0].classes
-        args.batch_size = args.batch_size or measured_runs[0].batch
-        args.gpus_per_node = args.gpus_per_node or max(
-            -(-run.gpus // run.nodes) for run in measured_runs
-        )
-    elif args.gpu_images_per_s is None:
+    if not measured_runs and args.gpu_images_per_s is None:
         raise UserError("the speed of one GPU is unknown: add --gpu-images-per-s X or --from RUN")
+    first = measured_runs[0] if measured_runs else MeasuredRun(Path(), None, 1000, 128, 1, 1, 0)
+    args.arch = args.arch or first.arch or "resnet50"
+    args.batch_size = args.batch_size or first.batch
     for run in measured_runs:
         if (run.arch or args.arch, run.batch) != (args.arch, args.batch_size):
             raise UserError(
                 f"{run.path} trained {run.arch} with {run.batch} images per process, not "
                 f"{args.arch} with {args.batch_size}: a forecast needs runs of one model and batch"
             )
-    args.arch, args.batch_size = args.arch or "resnet50", args.batch_size or 128
+    most = max(-(-run.gpus // run.nodes) for run in measured_runs or [first])
     cluster = Cluster(
-        gpus_per_node=args.gpus_per_node or 1,
+        gpus_per_node=args.gpus_per_node or most,
         network_gbit=args.network_gbit,
         protocol=args.protocol,
         local_gbit=args.local_gbit,
         latency_s=args.latency_us / 1e6,
         jitter=args.jitter,
     )
-    how, traced = comm_methods.parse(args.comm), buckets.trace(args.arch, args.classes or 1000)
-    work = Workload(args.batch_size, args.gpu_images_per_s or 1.0, traced, how)
-    if args.gpu_images_per_s is None:
-        work = model.fit_compute(work, cluster, measured_runs[0].gpus, measured_runs[0].step_s)
+    traced = buckets.trace(args.arch, args.classes or first.classes)
+    rate, how = args.gpu_images_per_s, compress.parse(args.comm)
+    work = Workload(args.batch_size, rate or 1.0, traced, how)
+    if rate is None:
+        work = model.fit_compute(work, cluster, first.gpus, first.step_s)
     if args.fit_network:
-        if len(measured_runs) < 2 or cluster.nodes(measured_runs[1].gpus) < 2:
+        if len(measured_runs) < 2 or measured_runs[1].gpus <= cluster.gpus_per_node:
             raise UserError("--fit-network needs a second RUN, on several nodes")
         cluster = model.fit_network(work, cluster, measured_runs[1].gpus, measured_runs[1].step_s)
     return work, cluster, measured_runs
-
-
-def describe(work: Workload, cluster: Cluster, args: argparse.Namespace) -> str:
-    """The assumptions, in one paragraph."""
-    return (
-        f"{args.arch}: {work.batch} images per GPU at {work.images_per_s:.4g} images/s alone, "
-        f"{sum(work.wire_bytes) / 1e6:.1f} MB of {work.how.name} gradients per step; "
-        f"{cluster.gpus_per_node} GPU{'s' * (cluster.gpus_per_node > 1)} per node\n"
-        f"network {cluster.network_gbit:g} Gbit/s x {cluster.protocol:.2g}, "
-        f"{1e6 * cluster.latency_s:g} us per hop; in a node {cluster.local_gbit:g} Gbit/s; "
-        f"jitter {cluster.jitter:g}"
-    )
 
 
 def table(rows: list[Forecast], measured: dict[int, float]) -> str:
@@ -194,23 +179,60 @@ def table(rows: list[Forecast], measured: dict[int, float]) -> str:
             error = round(100 * (row.step_s / step_s - 1), 1) + 0.0  # no -0.0
             line += [f"{1000 * step_s:.1f}", f"{error:+.1f} %"]
         elif measured:
-            line += ["-", "-"]
+            line += [NONE, NONE]
         lines.append(line)
     return text_table(head, lines)
 
 
 def methods(work: Workload, cluster: Cluster, counts: list[int]) -> str:
     """The efficiency with each way to exchange gradients, and the recommended one."""
-    names = dict.fromkeys((*comm_methods.CANDIDATES, work.how.name))  # bf16 costs as fp16 does
     lines = []
-    for name in names:
-        one = replace(work, how=comm_methods.parse(name))
+    for name in dict.fromkeys((*compress.CANDIDATES, work.how.name)):  # bf16 costs as fp16 does
+        one = replace(work, how=compress.parse(name))
         shares = [model.forecast(one, cluster, gpus).efficiency for gpus in counts]
         lines.append([name, *(f"{100 * share:.0f}" for share in shares)])
     lines.append(["recommended", *(model.choice(work, cluster, n)[1] for n in counts)])
     return text_table(["efficiency, %, on GPUs", *counts], lines)
 
 
+def draw(rows: list[Forecast], measured: dict[int, float], title: str, out: Path) -> None:
+    """Draw ``rows`` and ``measured`` (seconds per step by number of GPUs) into the file ``out``.
+
+    Raises: `UserError` for a file that cannot be written, or of an unknown kind.
+    """
+    import matplotlib
+
+    alone, steps = rows[0].compute_s, sorted(measured.items())
+    images = rows[0].images_per_s * rows[0].step_s / rows[0].gpus  # per GPU and step
+
+    def lines(of_row: dict[str, Callable[[Forecast], float]], of_run: Callable) -> list[Any]:
+        drawn = [(name, [(row.gpus, of(row)) for row in rows]) for name, of in of_row.items()]
+        points = [(gpus, of_run(gpus, step_s)) for gpus, step_s in steps]
+        return [*drawn, *([("measured", points)] if points else [])]
+
+    rates = {"forecast": lambda row: row.images_per_s}
+    rates["perfect scaling"] = lambda row: row.images_per_s / row.efficiency
+    parts = {"forecast": lambda row: 1000 * row.step_s}
+    parts["without communication"] = lambda row: 1000 * (row.compute_s + row.straggler_s)
+    parts["compute alone"] = lambda row: 1000 * row.compute_s
+    shares = {"forecast": lambda row: 100 * row.efficiency}
+    panels = [
+        (title, "images/s, all GPUs", lines(rates, lambda gpus, s: gpus * images / s), "xy"),
+        ("Parts of a step", "ms per step", lines(parts, lambda _, s: 1000 * s), "x"),
+        ("Efficiency", "% of perfect scaling", lines(shares, lambda _, s: 100 * alone / s), "x"),
+    ]
+    axis = {"whole": True, "ticks": [row.gpus for row in rows], "plain": ["perfect scaling"]}
+    charts = [
+        Chart(name, unit, "GPUs", curves, log=log, zero=log == "x", **axis)
+        for name, unit, curves, log in panels
+    ]
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with matplotlib.rc_context(pictures.MATPLOTLIB):
+            pictures.save(pictures.draw_charts(charts), out)
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot write {out}: {error}") from None
+
+
 if __name__ == "__main__":
-    tolerate_broken_pipe()
-    sys.exit(main())
+    exit_with(main)

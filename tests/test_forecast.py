@@ -14,6 +14,7 @@ from forecast.model import Bucket, Cluster, Workload
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from utils.errors import UserError, report
 from utils.extras import compress
 
 MI = 2**20 // 4  # float32 values in a MiB
@@ -102,6 +103,8 @@ def forecast(capsys):
     def run(*arguments: object) -> Result:
         try:
             code = forecast_scaling.main([str(argument) for argument in arguments])
+        except UserError as error:
+            code = report(error)
         except SystemExit as end:  # of argparse
             code = end.code
         return Result(code, *capsys.readouterr())

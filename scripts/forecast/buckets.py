@@ -22,16 +22,14 @@ def trace(arch: str, classes: int = 1000, image_size: int = 224) -> tuple[Bucket
 
     As after DDP's first step, the tensor that brings a bucket to its limit closes it.
     """
-    arrived = gradients(arch, classes, image_size)
     buckets: list[Bucket] = []
     shapes: list[tuple[int, ...]] = []
-    for position, (ready, shape) in enumerate(arrived, start=1):
+    for ready, shape in gradients(arch, classes, image_size):
         shapes.append(shape)
-        full = 4 * sum(map(math.prod, shapes)) >= LIMITS[bool(buckets)]
-        if full or position == len(arrived):
+        if 4 * sum(map(math.prod, shapes)) >= LIMITS[bool(buckets)]:
             buckets.append(Bucket(ready, tuple(shapes)))
             shapes = []
-    return tuple(buckets)
+    return (*buckets, Bucket(ready, tuple(shapes))) if shapes else tuple(buckets)
 
 
 def gradients(

@@ -12,9 +12,9 @@ errors against published runs and our own.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from typing import NamedTuple
 
 from utils.extras import compress
 from utils.extras.compress import Method
@@ -29,15 +29,14 @@ from utils.report import ring_bytes
 PASSES = {"fp32": 0, "fp16": 3, "bf16": 3, "int8": 16, "int4": 18, "powersgd": 16}
 
 
-@dataclass(frozen=True)
-class Bucket:
+class Bucket(NamedTuple):
     """Gradients that are reduced together: their ``shapes``, and ``ready``, the share of the
     step's compute (0 to 1) after which the last of them is available."""
 
     ready: float
     shapes: tuple[tuple[int, ...], ...]
 
-    @cached_property
+    @property
     def values(self) -> int:
         return sum(map(math.prod, self.shapes))
 
@@ -57,7 +56,7 @@ class Workload:
         """Seconds per step of a GPU that waits for no other."""
         return self.batch / self.images_per_s
 
-    @cached_property
+    @property
     def wire_bytes(self) -> list[float]:
         """Bytes of each bucket as they enter the collectives."""
         return [compress.wire_bytes(bucket.shapes, self.how) for bucket in self.buckets]
@@ -78,9 +77,6 @@ class Cluster:
     jitter: float = 0.06
     memory_gbyte_s: float = 300.0  # limits the arithmetic of compression; T4's data sheet: 320
 
-    def nodes(self, gpus: int) -> int:
-        return math.ceil(gpus / self.gpus_per_node)
-
     def exchange_s(self, size: float, gpus: int, collectives: int = 1) -> float:
         """Seconds to sum ``size`` bytes over ``gpus`` GPUs in consecutive all-reduces.
 
@@ -88,57 +84,45 @@ class Cluster:
         """
         if gpus == 1 or not size:
             return 0.0
-        nodes, rate = self.nodes(gpus), self.local_gbit
+        nodes, rate = math.ceil(gpus / self.gpus_per_node), self.local_gbit
         if nodes > 1:
             rate = min(rate, self.network_gbit * self.protocol)
-        transfer = ring_bytes(size, gpus) / (rate * 1e9 / 8)
         local = 2 * (min(gpus, self.gpus_per_node) - 1) * self.local_latency_s
         ring = 2 * (nodes - 1) * self.latency_s + nodes * local
         tree = 2 * math.ceil(math.log2(nodes)) * self.latency_s + local
-        return transfer + collectives * min(ring, tree)
+        return ring_bytes(size, gpus) / (rate * 1e9 / 8) + collectives * min(ring, tree)
 
 
-@dataclass(frozen=True)
-class Forecast:
+class Forecast(NamedTuple):
     """A step on ``gpus`` GPUs of ``nodes`` nodes, in seconds.
 
     Every step waits for the slowest GPU: ``straggler_s`` is how much longer it takes than a typical
     one. ``exchange_s`` is the whole communication; ``exposed_s`` is the part that compute does not
-    hide, including the arithmetic of compression.
+    hide, including the arithmetic of compression. ``images_per_s``: of all GPUs together.
+    ``efficiency``: relative to the same number of independent GPUs.
     """
 
     nodes: int
     gpus: int
-    batch: int
     compute_s: float
     straggler_s: float
     exchange_s: float
     exposed_s: float
-
-    @property
-    def step_s(self) -> float:
-        return self.compute_s + self.straggler_s + self.exposed_s
-
-    @property
-    def images_per_s(self) -> float:
-        """Images/s of all GPUs together."""
-        return self.gpus * self.batch / self.step_s
-
-    @property
-    def efficiency(self) -> float:
-        """Images/s relative to the same number of independent GPUs."""
-        return self.compute_s / self.step_s
+    step_s: float
+    images_per_s: float
+    efficiency: float
 
 
 def forecast(work: Workload, cluster: Cluster, gpus: int) -> Forecast:
     """The step of ``work`` on ``gpus`` GPUs, which fill node after node."""
     # PowerSGD sends the first factors and the tensors of one dimension, then the second factors.
-    collectives = 2 if work.how.rank else 1
+    collectives, compute = 2 if work.how.rank else 1, work.compute_s
     times = [cluster.exchange_s(size, gpus, collectives) for size in work.wire_bytes]
     exposed = 0.0 if gpus == 1 else _exposed_s(work, times, 1e9 * cluster.memory_gbyte_s)
-    slower = cluster.jitter * (math.sqrt(gpus) - 1)
-    parts = (work.compute_s, work.compute_s * slower, sum(times), exposed)
-    return Forecast(cluster.nodes(gpus), gpus, work.batch, *parts)
+    straggler = compute * (cluster.jitter * (math.sqrt(gpus) - 1))
+    step, nodes = compute + straggler + exposed, math.ceil(gpus / cluster.gpus_per_node)
+    parts = (compute, straggler, sum(times), exposed)
+    return Forecast(nodes, gpus, *parts, step, gpus * work.batch / step, compute / step)
 
 
 def _exposed_s(work: Workload, exchange_times: list[float], memory_bytes_per_s: float) -> float:
@@ -173,28 +157,26 @@ def choice(work: Workload, cluster: Cluster, gpus: int) -> tuple[Forecast, str]:
 def fit_compute(work: Workload, cluster: Cluster, gpus: int, step_s: float) -> Workload:
     """``work`` with the speed of one GPU at which a step on ``gpus`` GPUs takes ``step_s``."""
 
-    def step(seconds: float) -> float:
-        trial = replace(work, images_per_s=work.batch / seconds)
-        return forecast(trial, cluster, gpus).step_s
+    def trial(compute_s: float) -> Workload:
+        return replace(work, images_per_s=work.batch / compute_s)
 
     # Compute cannot explain a step that is all communication: the smallest is then taken.
-    seconds = _solve(step, step_s, (1e-6 * step_s, step_s))
-    return replace(work, images_per_s=work.batch / seconds)
+    low, high = 1e-6 * step_s, step_s
+    return trial(_solve(lambda x: forecast(trial(x), cluster, gpus).step_s, step_s, low, high))
 
 
 def fit_network(work: Workload, cluster: Cluster, gpus: int, step_s: float) -> Cluster:
     """``cluster`` with the share of its link's rate (``protocol``) at which a step on ``gpus`` GPUs
     takes ``step_s``: at best the full rate, at worst a thousandth of it."""
 
-    def step(cost: float) -> float:
-        return forecast(work, replace(cluster, protocol=1 / cost), gpus).step_s
+    def trial(cost: float) -> Cluster:
+        return replace(cluster, protocol=1 / cost)
 
-    return replace(cluster, protocol=1 / _solve(step, step_s, (1.0, 1000.0)))
+    return trial(_solve(lambda x: forecast(work, trial(x), gpus).step_s, step_s, 1.0, 1000.0))
 
 
-def _solve(rising: Callable[[float], float], value: float, between: Sequence[float]) -> float:
+def _solve(rising: Callable[[float], float], value: float, low: float, high: float) -> float:
     """Where the ``rising`` function has ``value``; the nearer end if it does not reach it."""
-    low, high = between
     for _ in range(100):
         middle = (low + high) / 2
         low, high = (middle, high) if rising(middle) < value else (low, middle)
