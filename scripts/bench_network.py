@@ -35,7 +35,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
@@ -138,24 +138,30 @@ def methods(text: str) -> list[str]:
 
 def measure(gbit: float, nodes: int, args: argparse.Namespace) -> dict[str, list[rounds.Figures]]:
     """The figures of `ALONE` and all methods, by round. Raises: `UserError` if one fails."""
-    scale = args.slow_down * args.shrink if args.sleep else 1
-    with places(gbit / scale, nodes, args) as (prefixes, master):
-        url = f"tcp://{master}:{args.port}"
+    with contextlib.ExitStack() as stack:
+        prefixes: list[Sequence[str]] = [()]  # of the commands of local nodes
+        if not args.master:
+            spaces = stack.enter_context(namespaces.network(nodes))
+            prefixes = [one.enter for one in spaces]
+            scale = args.slow_down * args.shrink if args.sleep else 1
+            for one in spaces:
+                namespaces.limit(one, f"{int(gbit / scale * 1e9)}bit", "200ms")
+        url = f"tcp://{args.master or namespaces.address(0)}:{args.port}"
 
-        def run(words: list[str], prefixes: list[list[str]]) -> str:
+        def run(words: list[str], count: int = nodes) -> str:
             """Run a command on each local node, with one thread. Returns: what rank 0 prints."""
             env = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
             each = [
                 [*prefix, sys.executable, *(word.replace("{rank}", str(rank)) for word in words)]
-                for rank, prefix in enumerate(prefixes, args.rank)
+                for rank, prefix in enumerate(prefixes[:count], args.rank)
             ]
             return commands.run(each, args.limit, ": raise --limit", env=env, cwd=ROOT)[0]
 
         if args.sleep:
             order = vars(args) | MODELS[args.sleep]
             order |= {"arch": args.sleep, "nodes": nodes, "meet": url, "rank": "{rank}"}
-            script = str(ROOT / "scripts/bench/sleeping_node.py")
-            return json.loads(run([script, json.dumps(order)], prefixes).splitlines()[-1])
+            printed = run([str(ROOT / "scripts/bench/sleeping_node.py"), json.dumps(order)])
+            return json.loads(printed.splitlines()[-1])
 
         def figures_of(method: str) -> rounds.Figures:
             count, comm = (1, "fp32") if method == ALONE else (nodes, method)
@@ -165,23 +171,11 @@ def measure(gbit: float, nodes: int, args: argparse.Namespace) -> dict[str, list
                 words = [str(ROOT / "imagenet_ddp.py"), "--dummy", "--comm", comm]
                 words += ["--world-size", str(count), "--rank", "{rank}", "--dist-url", url]
                 words += [*args.options, "--output-dir", f"{out}/{{rank}}", "--name", "case"]
-                run(words, prefixes[:count])
+                run(words, count)
                 summary = Path(f"{out}/0/case/summary.json")
                 return {} if args.rank else json.loads(summary.read_text())
 
         return rounds.measure([ALONE, *args.methods], args.rounds, figures_of, strict=True)
-
-
-@contextlib.contextmanager
-def places(gbit: float, nodes: int, args: argparse.Namespace) -> Iterator[tuple[list, str]]:
-    """The command prefix of each local node, and the address of rank 0."""
-    if args.master:
-        yield [[]], args.master
-        return
-    with namespaces.network(nodes) as spaces:
-        for one in spaces:
-            namespaces.limit(one, f"{int(gbit * 1e9)}bit", "200ms")
-        yield [list(one.enter) for one in spaces], namespaces.address(0)
 
 
 def recommend(measured: dict[str, list[rounds.Figures]]) -> str:
@@ -192,11 +186,10 @@ def recommend(measured: dict[str, list[rounds.Figures]]) -> str:
     times = {name: median(one["ms_per_step"] for one in measured[name]) for name in names}
     best = compress.most_exact(times)
     text = f"use --comm {best}, {times[best]:.0f} ms per step"
-    for other in ("fp32", "fp16"):
-        if other in times and other != best:
-            saved = 1 - times[best] / times[other]
-            text += f"; {other}: {times[other]:.0f} ms"
-            text += f", so {best} saves {saved:.0%}" if saved > 0 else ""
+    for other in (name for name in ("fp32", "fp16") if name in times and name != best):
+        saved = 1 - times[best] / times[other]
+        text += f"; {other}: {times[other]:.0f} ms"
+        text += f", so {best} saves {saved:.0%}" if saved > 0 else ""
     return text
 
 

@@ -133,7 +133,7 @@ def command(case: str, args: argparse.Namespace, out: Path, data: Path | None = 
 # ---- measuring
 
 
-def run(words: list[str], args: argparse.Namespace, folder: Path) -> str:
+def run(words: list[str], args: argparse.Namespace, folder: Path = ROOT) -> str:
     """Run a command in ``folder``. Returns: its output. Raises: `UserError`."""
     env = os.environ | {"OMP_NUM_THREADS": str(args.threads), "OMP_WAIT_POLICY": "passive"}
     advice = ": a smaller -b, --image-size or --arch, or a larger --limit"
@@ -148,21 +148,18 @@ def measure(args: argparse.Namespace) -> dict[str, list[rounds.Figures]]:
     if not all(peers.values()) or (peers and not args.data):
         raise UserError("--peer takes NAME=COMMAND, and goes with --data")
     with tempfile.TemporaryDirectory() as place:
+        runs = Path(place) / "runs"
         few_and_more = link_images(args, Path(place)) if args.data else []
 
         def figures_of(case: str) -> rounds.Figures:
-            runs = Path(place) / "runs"
             if args.data:
                 return difference(case, peers, args, few_and_more, runs)
             shutil.rmtree(runs, ignore_errors=True)
-            printed, summary = (
-                run(command(case, args, runs), args, ROOT),
-                runs / "case/summary.json",
-            )
+            printed, summary = run(command(case, args, runs), args), runs / "case/summary.json"
             text = summary.read_text() if summary.exists() else printed.splitlines()[-1]
-            figures = json.loads(text)
-            figures["peak_gib"] = figures["peak_memory_bytes"] / 2**30
-            return figures | {"cpu_ms_per_image": figures["cpu_ms_per_step"] / args.batch_size}
+            one = json.loads(text)
+            one["peak_gib"] = one["peak_memory_bytes"] / 2**30
+            return one | {"cpu_ms_per_image": one["cpu_ms_per_step"] / args.batch_size}
 
         return rounds.measure((*peers, *args.cases), args.rounds, figures_of)
 
@@ -218,18 +215,18 @@ def page(results: dict[str, list[rounds.Figures]], args: argparse.Namespace) -> 
     """The table in Markdown, and what was measured."""
     import torch
 
-    cuda = torch.cuda.is_available()
-    base = next(iter(results.values()))
-    for each in results.values():
-        rounds.add_ratio(each, base, "images_per_s" if cuda else "cpu_ms_per_image")
-    device = torch.cuda.get_device_name() if cuda else f"the CPU, {args.threads} threads"
-    what = "from image files, read and trained" if args.data else "the step alone"
+    device, key, what = f"the CPU, {args.threads} threads", "cpu_ms_per_image", "CPU time"
+    if torch.cuda.is_available():
+        device, key, what = torch.cuda.get_device_name(), "images_per_s", "images/s"
     about = (
         f"{args.arch}, {args.batch_size} images of {args.image_size} pixels per step and process, "
-        f"{what}, on {device}; torch {torch.__version__}. Medians of {args.rounds} interleaved "
-        f"rounds. The ratio compares {'images/s' if cuda else 'CPU time'} with the first row."
+        f"{'from image files, read and trained' if args.data else 'the step alone'}, on {device}; "
+        f"torch {torch.__version__}. Medians of {args.rounds} interleaved rounds. The ratio "
+        f"compares {what} with the first row."
     )
+    base = next(iter(results.values()))
     for case, each in results.items():
+        rounds.add_ratio(each, base, key)
         waits = {place for one in each for place in one.get("host_waits", ())}
         if waits:
             names = ", ".join(sorted("/".join(Path(place).parts[-2:]) for place in waits))

@@ -75,12 +75,15 @@ def section(part: Part, deadline: float, names: dict[str, str], small: bool) -> 
     Raises: `UserError` if the command fails.
     """
     out, left_out = Path(names["out"]), ""
+    made = out / (part.makes or "nothing")
     if part.gpus > max(1, int(names["gpus"])):
         return f"Left out: it needs {part.gpus} GPUs, and there are {names['gpus']}."
     if part.command.startswith("-m pytest") and not importlib.util.find_spec("pytest"):
         return "Left out: pytest is not installed, and installing it failed."
     if not (out / part.needs).exists():
         return f"Left out: {out / part.needs} is missing, as an earlier part did not make it."
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if small else {}
+    env = os.environ | {"OMP_WAIT_POLICY": "passive"} | hidden
     for few in (part.few,) if small else dict.fromkeys(("", part.few)):
         seconds = min(part.seconds, deadline - time.monotonic())
         if seconds < 5:
@@ -90,15 +93,11 @@ def section(part: Part, deadline: float, names: dict[str, str], small: bool) -> 
         words = [filled for word in command.split() if (filled := word.format(**names))]
         print(f"... {part.title} (at most {seconds:.0f} s)", file=sys.stderr, flush=True)
         began = time.monotonic()
-        hidden = {"CUDA_VISIBLE_DEVICES": ""} if small else {}
-        env = os.environ | {"OMP_WAIT_POLICY": "passive"} | hidden
-        if part.makes:
-            shutil.rmtree(out / part.makes, ignore_errors=True)  # of an earlier report or try
         try:
+            shutil.rmtree(made, ignore_errors=True)  # from an earlier report or try
             (text,) = commands.run([[sys.executable, *words]], seconds, cwd=ROOT, env=env)
         except UserError as error:
-            if part.makes:
-                shutil.rmtree(out / part.makes, ignore_errors=True)
+            shutil.rmtree(made, ignore_errors=True)
             if error.code != INTERRUPTED:  # else time was too short, here or for a bench
                 raise
             left_out += f"Left out: {error}.\n\n".replace(sys.executable, "python")
@@ -122,22 +121,21 @@ def main() -> int:
         check_gpus()
         if not torch.cuda.is_available():
             raise UserError("there is no GPU here: --device cpu tests the report without one")
-    args.out.mkdir(parents=True, exist_ok=True)
-    page, failed = args.out.resolve() / "gpu_report.md", []
-    gpus = 0 if small else torch.cuda.device_count()
+    out, gpus = args.out.resolve(), 0 if small else torch.cuda.device_count()
+    out.mkdir(parents=True, exist_ok=True)
     names = {
         "model": "-a resnet18 -b 4 --image-size 32" if small else "-a resnet50 -b 256",
         "half": "bf16" if small else "fp16",
-        "out": str(page.parent),
+        "out": str(out),
         "gpus": str(gpus),
-        "input": "" if photographs.find() else f"{page.parent}/sample",
+        "input": "" if photographs.find() else f"{out}/sample",
         "workers": str(launch.usable_cores()),
     }
-    about = comparison.describe(torch.device(args.device)) | {"gpus": gpus}
-    text = f"# GPU report\n\n{date.today():%d %B %Y}, `bash scripts/gpu_report.sh`\n\n"
-    text += "**This was a test on the CPU: the figures mean nothing.**\n\n" if small else ""
-    text += "\n".join(f"- {name}: {value}" for name, value in about.items()) + "\n"
-    deadline = time.monotonic() + 60 * args.minutes
+    text = f"# GPU report\n\n{date.today():%d %B %Y}, `bash scripts/gpu_report.sh`\n"
+    text += "\n**This was a test on the CPU: the figures mean nothing.**\n" if small else ""
+    for name, value in (comparison.describe(torch.device(args.device)) | {"gpus": gpus}).items():
+        text += f"\n- {name}: {value}"
+    page, failed, deadline = out / "gpu_report.md", [], time.monotonic() + 60 * args.minutes
     for part in PARTS:
         try:
             content = section(part, deadline, names, small)
@@ -145,8 +143,8 @@ def main() -> int:
             failed.append(part.title)
             content = f"**Failed:** {error}"
             print(f"{part.title} failed: {error}", file=sys.stderr, flush=True)
-        text += f"\n## {part.title}\n\n{content}\n"
-        page.write_text(text)  # after each part
+        text += f"\n\n## {part.title}\n\n{content}"
+        page.write_text(f"{text}\n")  # after each part
     print(f"{page}" + "".join(f"; failed: {title}" for title in failed))
     return 1 if failed else 0
 

@@ -44,22 +44,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("kind", choices=("examples", "torchvision"))
-    parser.add_argument("-a", "--arch", default="resnet18")
-    parser.add_argument("-b", "--batch-size", type=positive, default=32)
-    parser.add_argument("-j", "--workers", type=int, default=2)
-    parser.add_argument("--image-size", type=positive, default=224)
-    parser.add_argument("--amp", choices=tuple(PRECISIONS), default="off")
-    parser.add_argument("--channels-last", action="store_true")
-    parser.add_argument("--data", type=Path, metavar="DIR", help="with train/ and val/: one epoch")
+    add = parser.add_argument
+    add("kind", choices=("examples", "torchvision"))
+    add("-a", "--arch", default="resnet18")
+    add("-b", "--batch-size", type=positive, default=32)
+    add("-j", "--workers", type=int, default=2)
+    add("--image-size", type=positive, default=224)
+    add("--amp", choices=tuple(PRECISIONS), default="off")
+    add("--channels-last", action="store_true")
+    add("--data", type=Path, metavar="DIR", help="folder with train/ and val/: one epoch")
     args = parser.parse_args()
     examples, dtype = args.kind == "examples", PRECISIONS[args.amp]
     torch.backends.cudnn.benchmark = not examples
 
-    rank, local, size = (
-        int(os.environ.get(name, default))
-        for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
-    )
+    defaults = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    rank, local, size = (int(os.environ.get(name, text)) for name, text in defaults.items())
     cuda = torch.cuda.is_available()
     device = torch.device(f"cuda:{local}" if cuda else "cpu")
     classes = len(os.listdir(args.data / "train")) if args.data else 1000
@@ -71,46 +70,38 @@ def main() -> None:
     criterion = nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), 0.001, momentum=0.9, weight_decay=1e-4)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)
-    meters: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])  # sum, count
-    steps = 0
-
-    def add(name: str, value: float, count: int = 1) -> None:
-        meters[name][0] += value * count
-        meters[name][1] += count
+    meters: dict[str, list[float]] = defaultdict(list)
 
     @torch.no_grad()
-    def add_accuracy(loss: Tensor, logits: Tensor, targets: Tensor) -> None:
-        count, best = len(targets), logits.topk(5, 1).indices.t()
+    def measure_accuracy(loss: Tensor, logits: Tensor, targets: Tensor) -> None:
+        best = logits.topk(5, 1).indices.t()
         hits = best.eq(targets.view(1, -1).expand_as(best))
-        add("loss", loss.item(), count)
+        meters["loss"].append(loss.item())
         for k in (1, 5):
-            right = hits[:k].reshape(-1).float().sum(0, keepdim=True).mul_(100.0 / count)
-            add(f"top-{k}", right.item(), count)
+            right = hits[:k].reshape(-1).float().sum(0, keepdim=True).mul_(100.0 / len(targets))
+            meters[f"top-{k}"].append(right.item())
 
     def train(batches: Iterable[Any]) -> None:
-        nonlocal steps
         model.train()
         began = time.time()
         for batch in batches:
-            add("data", time.time() - began)
+            meters["data"].append(time.time() - began)
             images, targets = (part.to(device, non_blocking=examples) for part in batch)
             with torch.autocast(device.type, dtype, enabled=dtype is not None):
                 logits = model(images)
                 loss = criterion(logits, targets)
             if examples:
-                add_accuracy(loss, logits, targets)
+                measure_accuracy(loss, logits, targets)
             optimizer.zero_grad()
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
             if not examples:
-                add_accuracy(loss, logits, targets)
-            add("time", time.time() - began)
+                measure_accuracy(loss, logits, targets)
+            meters["time"].append(time.time() - began)
             began = time.time()
-            if steps % 10 == 0:
-                means = (f"{name} {total / n:.4f}" for name, (total, n) in meters.items())
-                print(f"step {steps}", *means)
-            steps += 1
+            if len(meters["time"]) % 10 == 1:
+                print(*(f"{name} {sum(each) / len(each):.4f}" for name, each in meters.items()))
 
     @torch.no_grad()
     def evaluate(batches: Iterable[Any]) -> None:
@@ -118,7 +109,7 @@ def main() -> None:
         for batch in batches:
             images, targets = (part.to(device) for part in batch)
             logits = model(images)
-            add_accuracy(criterion(logits, targets), logits, targets)
+            measure_accuracy(criterion(logits, targets), logits, targets)
 
     if args.data:
         train(loader(args, "train"))
@@ -140,12 +131,11 @@ def main() -> None:
 def loader(args: argparse.Namespace, part: str) -> DataLoader:
     """The usual loader of a folder of images."""
     size = args.image_size
-    steps = [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
+    cut = [v2.Resize(size * 256 // 224), v2.CenterCrop(size)]
     if part == "train":
-        steps = [v2.RandomResizedCrop(size), v2.RandomHorizontalFlip(), *steps]
-    else:
-        steps = [v2.Resize(size * 256 // 224), v2.CenterCrop(size), *steps]
-    images = datasets.ImageFolder(args.data / part, v2.Compose(steps))
+        cut = [v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()]
+    steps = [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
+    images = datasets.ImageFolder(args.data / part, v2.Compose(cut + steps))
     options = {"num_workers": args.workers, "pin_memory": torch.cuda.is_available()}
     return DataLoader(images, args.batch_size, shuffle=part == "train", **options)
 
