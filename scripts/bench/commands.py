@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -50,8 +51,8 @@ def run(commands: list[list[str]], seconds: float, advice: str = "", **options: 
             file.seek(0)
         if failed is None:
             return [file.read() for file in outputs]
-        text = errors[failed].read().strip() or outputs[failed].read().strip() or "no output"
-        last = " / ".join(line for line in text.splitlines()[-3:] if line.strip())
+        lines = (errors[failed].read().strip() or outputs[failed].read()).splitlines()
+        lines = [line.strip() for line in lines if re.search(r"\w", line)] or ["no output"]
         code = INTERRUPTED if codes[failed] == INTERRUPTED else BAD_INPUT
-        text = f"{shlex.join(commands[failed])} failed with exit code {codes[failed]}: {last}"
-        raise UserError(text, code=code)
+        text = f"{shlex.join(commands[failed])} failed with exit code {codes[failed]}: "
+        raise UserError(text + " / ".join(lines[-3:]), code=code)
