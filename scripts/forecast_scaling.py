@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -118,15 +118,14 @@ def read_runs(paths: list[Path]) -> list[MeasuredRun]:
     """The runs, sorted by number of GPUs. Raises `UserError` for one without size or speed."""
     measured_runs = []
     for run in (run for path in paths for run in runs.find(path)):
-        facts, rate = run.facts, run.usual(runs.RATE)
-        gpus, batch = (int(facts.get(key) or 0) for key in ("gpus", "global_batch"))
+        rate = run.usual(runs.RATE)
+        # Older suites recorded neither the classes nor the nodes; --gpus-per-node gives these.
+        defaults = {"gpus": 0, "global_batch": 0, "class_count": 1000, "nodes": 1}
+        gpus, batch, classes, nodes = (int(run.facts.get(x) or y) for x, y in defaults.items())
         if not (rate and gpus and batch):
             raise UserError(f"{run.path} has no speed or no batch size: has it finished an epoch?")
-        # Older suites recorded neither the classes nor the nodes; --gpus-per-node gives these.
-        classes, nodes = int(facts.get("class_count") or 1000), int(facts.get("nodes") or 1)
-        each = round(batch / gpus)
-        one = MeasuredRun(run.path, facts.get("arch"), classes, each, gpus, nodes, batch / rate)
-        measured_runs.append(one)
+        sizes = (classes, round(batch / gpus), gpus, nodes)
+        measured_runs.append(MeasuredRun(run.path, run.facts.get("arch"), *sizes, batch / rate))
     return sorted(measured_runs, key=lambda run: run.gpus)
 
 
@@ -202,30 +201,36 @@ def draw(rows: list[Forecast], measured: dict[int, float], title: str, out: Path
     """
     import matplotlib
 
-    alone, steps = rows[0].compute_s, sorted(measured.items())
     images = rows[0].images_per_s * rows[0].step_s / rows[0].gpus  # per GPU and step
 
-    def lines(of_row: dict[str, Callable[[Forecast], float]], of_run: Callable) -> list[Any]:
-        drawn = [(name, [(row.gpus, of(row)) for row in rows]) for name, of in of_row.items()]
-        points = [(gpus, of_run(gpus, step_s)) for gpus, step_s in steps]
-        return [*drawn, *([("measured", points)] if points else [])]
+    def chart(title: str, unit: str, log: str, of_run: Callable, **of_row: Callable) -> Chart:
+        lines = [
+            (name.replace("_", " "), [(row.gpus, of(row)) for row in rows])
+            for name, of in of_row.items()
+        ]
+        if measured:
+            lines.append(("measured", [(n, of_run(n, s)) for n, s in sorted(measured.items())]))
+        axis = {"whole": True, "ticks": [row.gpus for row in rows], "plain": ["perfect scaling"]}
+        return Chart(title, unit, "GPUs", lines, log=log, zero=log == "x", **axis)
 
-    rates = {"forecast": lambda row: row.images_per_s}
-    rates["perfect scaling"] = lambda row: row.images_per_s / row.efficiency
-    parts = {"forecast": lambda row: 1000 * row.step_s}
-    parts["without communication"] = lambda row: 1000 * (row.compute_s + row.straggler_s)
-    parts["compute alone"] = lambda row: 1000 * row.compute_s
-    shares = {"forecast": lambda row: 100 * row.efficiency}
-    panels = [
-        (title, "images/s, all GPUs", lines(rates, lambda gpus, s: gpus * images / s), "xy"),
-        ("Parts of a step", "ms per step", lines(parts, lambda _, s: 1000 * s), "x"),
-        ("Efficiency", "% of perfect scaling", lines(shares, lambda _, s: 100 * alone / s), "x"),
-    ]
-    axis = {"whole": True, "ticks": [row.gpus for row in rows], "plain": ["perfect scaling"]}
     charts = [
-        Chart(name, unit, "GPUs", curves, log=log, zero=log == "x", **axis)
-        for name, unit, curves, log in panels
-    ]
+        chart(
+            title, "images/s, all GPUs", "xy", lambda gpus, step_s: gpus * images / step_s,
+            forecast=lambda row: row.images_per_s,
+            perfect_scaling=lambda row: row.images_per_s / row.efficiency,
+        ),
+        chart(
+            "Parts of a step", "ms per step", "x", lambda _, step_s: 1000 * step_s,
+            forecast=lambda row: 1000 * row.step_s,
+            without_communication=lambda row: 1000 * (row.compute_s + row.straggler_s),
+            compute_alone=lambda row: 1000 * row.compute_s,
+        ),
+        chart(
+            "Efficiency", "% of perfect scaling", "x",
+            lambda _, step_s: 100 * rows[0].compute_s / step_s,
+            forecast=lambda row: 100 * row.efficiency,
+        ),
+    ]  # fmt: skip
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with matplotlib.rc_context(pictures.MATPLOTLIB):
