@@ -24,7 +24,6 @@ launch.prepare()  # before torch is imported, which takes seconds
 
 from compare import page, pictures, runs, table
 from compare.comparison import Comparison, origin
-from compare.runs import Run
 
 from utils.errors import UserError, exit_with
 from utils.option_types import accuracy, number, positive
@@ -71,17 +70,15 @@ def _formats(text: str) -> list[str]:
 def compare(args: argparse.Namespace) -> Comparison:
     """The runs that the command line names, with a note about each that has no curves.
 
-    Runs found in a folder are sorted by their number of GPUs; others keep the order given.
+    Runs in a folder are sorted by their number of GPUs; others keep the order given.
     Raises: `UserError`.
     """
-    named: dict[Path, Run] = {}
-    for path in args.runs:
-        for run in runs.find(path):
-            named.setdefault(run.path.resolve(), run)
+    named = {run.path.resolve(): run for path in args.runs for run in runs.find(path)}
     filled = [run for run in named.values() if run.epochs is not None]
-    why = "is left out: it has no finished epoch, or other tags"
     left_out = [
-        "; ".join([f"{run.path} {why}", *run.notes]) for run in named.values() if run.epochs is None
+        "; ".join([f"{run.path} is left out: it has no finished epoch, or other tags", *run.notes])
+        for run in named.values()
+        if run.epochs is None
     ]
     if not filled:
         raise UserError("; ".join(left_out))
@@ -94,9 +91,8 @@ def compare(args: argparse.Namespace) -> Comparison:
     for run, gpus in zip(filled, args.gpus or (), strict=False):
         run.facts["gpus"] = gpus
     for run in filled:
-        batch = run.facts.get("global_batch")
-        if args.train_images and batch and not run.facts.get("steps_per_epoch"):
-            run.facts["steps_per_epoch"] = -(-args.train_images // int(batch))
+        if args.train_images and (batch := run.facts.get("global_batch")):
+            run.facts.setdefault("steps_per_epoch", -(-args.train_images // int(batch)))
     runs.name_runs(filled)
     for run, label in zip(filled, args.labels or (), strict=False):
         run.label = label
@@ -118,22 +114,22 @@ def beside(path: Path) -> Path:
 def main(argv: list[str] | None = None) -> int:
     """Compare the runs that ``argv`` names. Raises: `UserError`, OSError."""
     argv = sys.argv[1:] if argv is None else argv
-    args = parse(argv)
-    command = shlex.join(["python", "scripts/compare_runs.py", *argv])
-    comparison = compare(args)
+    args, command = parse(argv), shlex.join(["python", "scripts/compare_runs.py", *argv])
+    comparison, out = compare(args), args.out or beside(args.runs[0])
     notes = [f"- {note}" for note in comparison.notes]
     print(*comparison.sentences, "", comparison.as_text(), "", *notes, sep="\n")
     title = args.title or f"Comparison: {', '.join(run.label for run in comparison.runs)}"
-    out = args.out or beside(args.runs[0])
     drawn = pictures.draw(comparison, out, args.prefix, formats=args.formats)
-    facts = {"title": title, "command": command, "comparison": comparison}
-    facts["charts"] = pictures.charts(comparison)
-    facts["origins"] = {run.label: origin(run) for run in comparison.runs}
-    for kind, text in (
-        ("md", comparison.as_markdown() + "\n"),
-        ("csv", comparison.as_csv()),
-        ("html", page.render(Path(page.__file__).with_name("page.html"), **facts)),
-    ):
+    html = page.render(
+        Path(page.__file__).with_name("page.html"),
+        title=title,
+        command=command,
+        comparison=comparison,
+        charts=pictures.charts(comparison),
+        origins={run.label: origin(run) for run in comparison.runs},
+    )
+    texts = {"md": comparison.as_markdown() + "\n", "csv": comparison.as_csv(), "html": html}
+    for kind, text in texts.items():
         (out / f"{args.prefix}compare.{kind}").write_text(text, encoding="utf-8")
     print(f"\nin {out}: {args.prefix}compare.md, .csv, .html, and {len(drawn)} pictures")
     if args.results:

@@ -17,7 +17,8 @@ import json
 import re
 import shlex
 import sys
-from argparse import ArgumentParser, Namespace
+import tempfile
+from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,6 @@ from utils.option_types import Formatter, Parser, count, positive
 from utils.run_directory import OPTIONS, Console
 from utils.snapshots import BEST
 from utils.world import World, process_group
-
-MISTAKES = 24
-TEMPLATE = Path(export.__file__).with_name("results.html")
 
 
 def parser() -> ArgumentParser:
@@ -72,10 +70,10 @@ def parser() -> ArgumentParser:
 
 def main() -> int:
     own = parser().parse_args()
-    runs = [place for place in own.places[:2] if (place / BEST).is_file() or place.is_file()]
-    runs = runs if runs[:1] == own.places[:1] else own.places[:1]
-    best = [predictions.load(run) for run in runs]
-    rest = own.places[len(runs) :]
+    second = own.places[1:2]
+    is_second_run = any(place.is_file() or (place / BEST).is_file() for place in second)
+    runs, rest = own.places[: 1 + is_second_run], own.places[1 + is_second_run :]
+    best = [Best(run) for run in runs]
     if len(rest) > 1:
         text = f"{rest[0]} has no {BEST}: give one or two runs, then DATA"
         raise UserError(text, on_every_rank=True)
@@ -83,151 +81,101 @@ def main() -> int:
         files = export.export(best[0], own.export, own.onnx)
         print(f"{best[0].path} -> {', '.join(map(str, files))}")
         return 0
-    if len(best) == 2 and best[0].classes != best[1].classes:
+    if best[0].classes != best[-1].classes:
         raise UserError(f"{runs[0]} and {runs[1]} have different classes", on_every_rank=True)
     if own.real:
         figures.real_labels(own.real)  # now, not after the evaluation
-    out = own.out or (runs[-1] if runs[-1].is_dir() else runs[-1].parent)
+    out = own.out or best[-1].path.parent
     try:
         out.mkdir(parents=True, exist_ok=True)
-        (probe := out / ".results.tmp").touch()
-        probe.unlink(missing_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
     except OSError as error:
-        text = f"cannot write into {out} ({error.strerror}): choose a folder with --out"
-        raise UserError(text, on_every_rank=True) from None
-    data = rest[0] if rest else recorded_data(runs[0])
+        raise unwritable(out, error) from None
+    data = rest[0] if rest else recorded_data(best[0])
     evaluates = bool(rest) or data.is_dir() or not own.images
-    return launch.run(
-        worker, training_options(own, best, data if evaluates else out, out, evaluates)
-    )
+    # The options of an evaluation by imagenet_ddp.py, and this command's own beside them.
+    words = ["-a", best[0].arch, "-e", "--resume", str(best[0].path), str(data)]
+    mine = {name: value for name, value in vars(own).items() if name != "resume"}
+    mine |= {"data": str(data), "out": out, "evaluates": evaluates}
+    mine["best"] = [one.path for one in best]
+    return launch.run(worker, options.parse(imagenet_ddp.parser(), words).replaced(**mine))
 
 
-def recorded_data(run: Path) -> Path:
+def unwritable(out: Path, error: OSError) -> UserError:
+    text = f"cannot write into {out} ({error.strerror}): choose a folder with --out"
+    return UserError(text, on_every_rank=True)
+
+
+def recorded_data(best: Best) -> Path:
     """DATA of the training. Raises: `UserError`."""
-    file = (run if run.is_dir() else run.parent) / OPTIONS
+    file = best.path.parent / OPTIONS
     try:
         return Path(json.loads(file.read_text())["data"])
     except (OSError, ValueError, KeyError, TypeError):
-        text = f"{file} does not say what {run} was trained on: give DATA"
+        text = f"{file} does not say what {best.path} was trained on: give DATA"
         raise UserError(text, on_every_rank=True) from None
-
-
-def training_options(
-    own: Namespace, best: list[Best], data: Path, out: Path, evaluates: bool
-) -> options.Options:
-    """The options of an evaluation by imagenet_ddp.py, and this command's own beside them."""
-    words = ["-a", best[0].content["arch"], "-e", "--resume", str(best[0].path), str(data)]
-    base = options.parse(imagenet_ddp.parser(), words)
-    mine = {name: value for name, value in vars(own).items() if name != "resume"}
-    mine |= {"data": str(data), "out": out, "best": [one.path for one in best]}
-    command = printable(shlex.join(["python", "scripts/model_results.py", *sys.argv[1:]]))
-    return base.replaced(**mine, evaluates=evaluates, command=command)
 
 
 def worker(args: options.Options) -> int:
     """One process of the job: predict its share; rank 0 writes the page."""
     with process_group(args) as world:
         Console(None, world)  # shows warnings, such as unreadable images
-        best = [predictions.load(path) for path in args.best]
+        best = list(map(Best, args.best))
         results = []
         for one in best if args.evaluates else []:
-            sizes = one.preprocessing
-            own = args.replaced(preprocessing=sizes, image_size=sizes.image_size)
+            size = one.preprocessing.image_size
+            own = args.replaced(preprocessing=one.preprocessing, image_size=size)
             results.append(predictions.predict(one, own, world))
         if world.is_main:
-            write(args, best, results, world)
+            try:
+                write(args, best, results, world)
+            except OSError as error:
+                raise unwritable(args.out, error) from None
     return 0
 
 
 def write(args: Any, best: list[Best], results: list[Predictions], world: World) -> None:
-    """Print the results, and write page and predictions. Raises: `UserError`."""
+    """Print the results, and write page and predictions. Raises: `UserError`, OSError."""
     labels = [one.path.parent.name if one.path.name == BEST else one.path.name for one in best]
     if len(set(labels)) < len(labels):
         labels = [str(one.path.parent) for one in best]
-    labels = [printable(label) for label in labels]
-    part = "images"
-    if results:
-        root = Path(results[0].root).resolve()
-        part = args.part if root.name == args.part else root.name
-        part = re.sub(r"[^\w.-]", "_", part)[:100]
-    shown = [
-        one | {"label": label if len(best) > 1 else ""}
-        for model, label in zip(best, labels, strict=True)
-        for one in (predictions.of_files(model, args.images, world) if args.images else [])
-    ]
-    for one in shown:
-        text = f"cannot be read: {one['error']}" if "error" in one else ""
-        text = text or ", ".join(f"{name} {100 * p:.1f} %" for name, p in one["ranked"])
-        label = f" ({one['label']})" if one["label"] else ""
-        print(printable(f"{one['path']}{label}: {text}"))
-    runs = [section(one, label, args) for one, label in zip(results, labels, strict=False)]
-    try:
-        for number, (one, run) in enumerate(zip(results, runs, strict=True), 1):
-            csv = args.out / f"predictions_{part}{f'_{number}' if len(results) == 2 else ''}.csv"
-            predictions.write_csv(one, csv)
-            estimates = "  ".join(
-                f"{name} {e.value:.4g} ({e.low:.4g} to {e.high:.4g})"
-                for name, e in run["summary"].items()
-            )
-            print(f"{run['label']}: {run['images']} images  {estimates}")
-            print(f"{run['label']}: expected calibration error {run['error']:.2f} %; {csv}")
-        file = args.out / f"results_{part}{'_2_runs' if len(best) == 2 else ''}.html"
-        file.write_text(render(args, results, runs, shown), encoding="utf-8")
-    except OSError as error:
-        text = f"cannot write into {args.out} ({error.strerror}): choose a folder with --out"
-        raise UserError(text) from None
-    print(f"page: {file}")
-
-
-def section(result: Predictions, label: str, args: Any) -> dict[str, Any]:
-    """The figures of one run, for the page."""
-    error, curve = figures.calibration(result)
-    summary = figures.summary(result)
-    if args.real:
-        summary["ReaL (%)"] = figures.real_accuracy(result, args.real)
-    run = {"label": label, "summary": summary, "error": error, "curve": curve}
-    run |= {"images": len(result.paths), "classes": figures.by_class(result), "cells": None}
-    if len(result.present) <= figures.MOST_CLASSES and not args.all_classes:
-        run |= figures.confusion_matrix(result)
-    run["confusions"] = figures.frequent_confusions(result)
-    run["mistakes"] = [
-        {
-            "path": result.paths[row],
-            "picture": result.thumbnail(row),
-            "predicted": result.classes[result.top[row, 0]],
-            "true": result.classes[result.targets[row]],
-            "probability": float(result.probabilities[row, 0]),
-            "of_true": float(result.of_target[row]),
-        }
-        for row in figures.confident_mistakes(result, MISTAKES)
-    ]
-    return run
-
-
-def render(args: Any, results: list[Predictions], runs: list[dict], shown: list[dict]) -> str:
-    """The page. ``shown``: the predictions for single image files."""
-    notes = []
-    for one in results[:1]:
-        notes.append(f"{len(one.paths)} images in {len(one.present)} classes of {one.root}")
-        if len(one.present) < len(one.classes):
-            among = "all of them" if args.all_classes else "those of this set"
-            notes.append(f"the model knows {len(one.classes)} classes; it chooses among {among}")
-        if bad := one.unreadable:
-            more = f" and {len(bad) - 10} more" if len(bad) > 10 else ""
-            notes.append(f"{len(bad)} images could not be read: {', '.join(bad[:10])}{more}")
+    labels = list(map(printable, labels))
+    part = re.sub(r"[^\w.-]", "_", results[0].root.resolve().name)[:100] if results else "images"
+    shown, runs = [], []
+    for model, label in zip(best, labels, strict=True) if args.images else ():
+        for one in predictions.of_files(model, args.images, world):
+            shown.append({"label": label if len(best) > 1 else "", **one})
+            likely = [f"{name} {100 * p:.1f} %" for name, p in one.get("ranked", ())]
+            text = ", ".join(likely) or f"cannot be read: {one['error']}"
+            name = f"{one['path']} ({label})" if len(best) > 1 else one["path"]
+            print(printable(f"{name}: {text}"))
+    for number, (one, label) in enumerate(zip(results, labels, strict=False), 1):
+        csv = args.out / f"predictions_{part}{f'_{number}' if len(results) == 2 else ''}.csv"
+        predictions.write_csv(one, csv)
+        summary, (error, curve) = figures.summary(one), figures.calibration(one)
+        if args.real:
+            summary["ReaL (%)"] = figures.real_accuracy(one, args.real)
+        runs.append({"label": label, "result": one, "summary": summary, "error": error})
+        runs[-1] |= {"curve": curve, "classes": figures.by_class(one)}
+        estimates = [f"{name} {x:.4g} ({a:.4g} to {b:.4g})" for name, (x, a, b) in summary.items()]
+        print(f"{label}: {len(one.paths)} images", *estimates, sep="  ")
+        print(f"{label}: expected calibration error {error:.2f} %; {csv}")
+    file = args.out / f"results_{part}{'_2_runs' if len(best) == 2 else ''}.html"
     lines = [(run["label"], run["curve"]) for run in runs] + [("perfect", [(0, 0), (100, 100)])]
-    title, axes = "Reliability", ("accuracy, %", "% confidence")
-    chart = page.Chart(title, *axes, lines, zero=True, plain=("perfect",))
-    return page.render(
-        TEMPLATE,
-        title=f"Results of {' and '.join(run['label'] for run in runs) or 'a model'}",
-        notes=notes,
+    axes = ("Reliability", "accuracy, %", "% confidence")
+    html = page.render(
+        Path(figures.__file__).with_name("results.html"),
+        title=f"Results of {' and '.join(labels) if results else 'a model'}",
         runs=runs,
         predicted=shown,
-        chart=chart,
+        chart=page.Chart(*axes, lines, zero=True, plain=["perfect"]),
         changes=figures.changes(*results) if len(results) == 2 else None,
-        command=args.command,
+        figures=figures,
+        all_classes=args.all_classes,
+        command=printable(shlex.join(["python", "scripts/model_results.py", *sys.argv[1:]])),
     )
+    file.write_text(html, encoding="utf-8")
+    print(f"page: {file}")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ each class.
 import argparse
 import importlib
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -38,31 +37,19 @@ from utils.run_directory import Console, checkpoint_file
 from utils.samplers import Batch
 from utils.world import World
 
-MODES = ("nd", "dp", "ddp", "fsdp", "ddp_apex")
 BOX = "#ff2020"
-
-
-@dataclass(frozen=True)
-class Rank0(World):
-    """Rank 0 of a job of so many ``processes``, without the others."""
-
-    processes: int = 1
-
-    @property
-    def slices(self) -> int:
-        return self.processes
 
 
 def parse(words: list[str]) -> options.Options:
     """The options of the picture and of the training. Raises: `UserError`."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     text = "the training script whose options and batches to use: imagenet_MODE.py"
-    first.add_argument("--mode", choices=MODES, default="nd", help=text)
-    mode = first.parse_known_args(words)[0].mode
-    parser = importlib.import_module(f"imagenet_{mode}").parser()
+    mode = {"choices": ("nd", "dp", "ddp", "fsdp", "ddp_apex"), "default": "nd", "help": text}
+    first.add_argument("--mode", **mode)
+    parser = importlib.import_module(f"imagenet_{first.parse_known_args(words)[0].mode}").parser()
     parser.description = __doc__
     add = parser.add_argument_group("picture").add_argument
-    add("--mode", choices=MODES, default="nd", help=text)
+    add("--mode", **mode)
     add("--original", action="store_true", help="beside each crop, its image with the crop's box")
     add("--val", action="store_true", help="the first images of DATA/val as evaluation sees them")
     add("--show", type=positive, metavar="N", help="images to draw; default: 32 tiles in all")
@@ -83,40 +70,30 @@ def parse(words: list[str]) -> options.Options:
     return args
 
 
-def position(args: options.Options, batches: Batches) -> tuple[int, int]:
-    """The epoch and step with which the training begins: those of the ``--resume`` snapshot."""
-    path = checkpoint_file(args)
-    saved = read_checkpoint(path, lazily=True).get("progress") if path else None
-    if saved is None or args.start_epoch is not None:
-        return args.start_epoch or 0, 0
-    steps = saved["step"] * saved["global_batch"] // batches.sampler.global_batch
-    return saved["epoch"], steps
-
-
 def original(batches: Batches, index: int, epoch: int, side: int) -> tuple[np.ndarray, str]:
     """The image behind ``index`` of a `Batch`, with the box of its crop, and its file name.
 
     Returns: uint8 [h, h, 3], as large as the crop of ``side`` pixels is drawn.
     """
-    dataset = batches.dataset
+    dataset, unreadable = batches.dataset, batches.bad.seen
     source, image = dataset.source, index % len(dataset.source)
-    while image in batches.bad.seen and dataset.train:  # the next one has taken its place
+    while image in unreadable and dataset.train:  # the next one has taken its place
         image = (image + 1) % len(source)
     if (shape := source.shape(image)) is not None:
         pixels = np.array(source.rows(image, 0, shape[0]))
-    elif image in batches.bad.seen:
+    elif image in unreadable:
         pixels = np.zeros((side, side, 3), np.uint8)
     else:
         pixels = decode(source.read(image)).permute(1, 2, 0).numpy()
-    high, wide = pixels.shape[:2]
-    cut = dataset.cut((high, wide), dataset.key(index, epoch), side)
-    top, left, *box = cut.box
-    y, x = (length / size for length, size in zip(box, cut.size, strict=True))  # of the window
-    top, left, down, right = top + cut.window[0] * y, left + cut.window[1] * x, *cut.window[2:]
+    cut = dataset.cut(pixels.shape[:2], dataset.key(index, epoch), side)
+    # Of the window, which is cut out of the resized box, in pixels of the image.
+    y, x = cut.box[2] / cut.size[0], cut.box[3] / cut.size[1]
+    top, left = cut.box[0] + cut.window[0] * y, cut.box[1] + cut.window[1] * x
+    corners = left, top, left + cut.window[3] * x, top + cut.window[2] * y
     canvas = Image.new("RGB", [grid.magnified(side, side)] * 2, grid.PAPER)
-    zoom = canvas.width / max(wide, high)
-    canvas.paste(Image.fromarray(pixels).resize([max(1, round(zoom * n)) for n in (wide, high)]))
-    corners = [left, top, left + right * x, top + down * y]
+    zoom = canvas.width / max(pixels.shape)
+    size = [max(1, round(zoom * n)) for n in pixels.shape[1::-1]]
+    canvas.paste(Image.fromarray(pixels).resize(size))
     ImageDraw.Draw(canvas).rectangle([zoom * n for n in corners], outline=BOX, width=2)
     return np.asarray(canvas), Path(source.path(image)).name
 
@@ -126,44 +103,48 @@ def draw(args: options.Options) -> tuple[Image.Image, str]:
     processes = 1
     if hasattr(args, "gpus"):  # of a mode with several processes
         processes = (args.gpus or max(1, torch.cuda.device_count())) * (args.world_size or 1)
-    world = Rank0(torch.device("cpu"), processes=processes)
+
+    class Rank0(World):
+        """Rank 0 of a job of so many processes, without the others."""
+
+        slices = processes
+
+    world = Rank0(torch.device("cpu"))
     Console(None, world)  # shows warnings, such as unreadable images
     args = loop.with_checkpoint_sizes(args, world).replaced(workers=0)
-    loaders = build_loaders(args, world, torch.float32)
+    loaders, epoch, step = build_loaders(args, world, torch.float32), args.start_epoch or 0, 0
     if args.val or args.evaluate:
         batches, epoch, what = getattr(loaders, args.part), 0, f"of DATA/{args.part}, as evaluated"
         images, targets = next(iter(batches))
     else:
-        batches = loaders.train
-        epoch, step = position(args, batches)
+        batches, path = loaders.train, checkpoint_file(args)
+        saved = read_checkpoint(path, lazily=True).get("progress") if path else None
+        if saved and args.start_epoch is None:
+            epoch = saved["epoch"]
+            step = saved["step"] * saved["global_batch"] // batches.sampler.global_batch
         images, targets = next(batches.rest(epoch, step))[:2]
         batches.sampler.start_at(epoch, step)
         what = f"of epoch {epoch}, step {step}"
-    epochs = args.in_epochs or []
-    each = (1 + args.original) * max(1, len(epochs))  # tiles of an image
+    each = (1 + args.original) * len(args.in_epochs or [epoch])  # tiles of an image
     number = min(len(images), args.show or max(4, grid.MOST // each))
     line = f"{number} of the {len(images)} images {what}"
-    if each == 1:
+    if not (args.original or args.in_epochs):
         return grid.of_batch(batches, images, targets, number), line
     crops, names = grid.pixels(images[:number], batches), grid.captions(targets, loaders.classes)
-    tiles, texts = [], []
+    tiles = []
     for row, index in enumerate(next(iter(batches.sampler)).indices[:number].tolist()):
-        for e in epochs or [epoch]:
+        for e in args.in_epochs or [epoch]:
             crop, name = crops[row], names[row]
-            if epochs:
+            if args.in_epochs:
                 batches.sampler.start_at(e, 0)
                 task = Batch(e, np.array([index]), batches.sampler.size)
                 made, target, reading = batches.dataset.__getitems__(task)
                 batches.bad.note(reading.unreadable)
-                crop, name = made[0].numpy(), grid.captions(target, loaders.classes)[0]
-                name = f"epoch {e}: {name}"
-            if args.original:
-                tile, file = original(batches, index, e, len(crop))
-                tiles.append(tile)
-                texts.append(file)
-            tiles.append(crop)
-            texts.append(name)
-    return grid.sheet(tiles, texts, each * max(1, 8 // each)), line
+                crop = made[0].numpy()
+                name = f"epoch {e}: {grid.captions(target, loaders.classes)[0]}"
+            tiles += [original(batches, index, e, len(crop))] if args.original else []
+            tiles.append((crop, name))
+    return grid.sheet(*zip(*tiles, strict=True), each * max(1, 8 // each)), line
 
 
 def main() -> int:

@@ -157,8 +157,8 @@ def test_real_labels_and_many_classes(tmp_path):
     top = np.array([[7, 1], [5, 1], [9, 1]])
     half = np.full((3, 2), 0.5, np.float32)
     targets, present, ones = np.array([7, 4, 9]), list(range(1000)), np.ones(3)
-    found = Predictions(names, present, paths, targets, top, half, ones, ones, np.arange(3))
+    found = Predictions(names, present, paths, targets, top, half, ones, np.arange(3))
     (tmp_path / "real.json").write_text("[[4, 5], [], [8]]")
     assert figures.real_accuracy(found, tmp_path / "real.json").value == 50.0
     assert figures.frequent_confusions(found) == [(names[4], names[5], 1)]
-    assert figures.confident_mistakes(found, 5) == [1]
+    assert figures.confident_mistakes(found) == [1]

@@ -25,7 +25,9 @@ from safetensors.torch import load_file
 from torchvision import transforms as T
 
 config = json.load(open("config.json"))
-{build}
+model = {constructor}(
+    "{arch}", num_classes=config["num_classes"], **config.get("model_args", {{}})
+)
 model.load_state_dict(load_file("model.safetensors"))
 model.eval()
 p = config["pretrained_cfg"]
@@ -48,59 +50,54 @@ preprocess = timm.data.create_transform(**config, is_training=False)
 With the weights file"""
 
 
+def export(best: Best, folder: Path, onnx: bool = False) -> list[Path]:
+    """Write the model into ``folder``, with a README.md that says how to load it. ``onnx``: also
+    for any number of images, by torch's own exporter.
+
+    Returns: the files. Raises: `UserError`, OSError.
+    """
+    try:
+        from safetensors.torch import save
+    except ModuleNotFoundError:
+        raise UserError("--export needs a package: pip install safetensors") from None
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / name for name in ("model.safetensors", "config.json", "README.md")]
+    model = best.build()
+    # Tensors of their own: a file of safetensors has none that share memory.
+    weights = {name: x.clone().contiguous() for name, x in model.state_dict().items()}
+    paths[0].write_bytes(save(weights, {"format": "pt"}))
+    paths[1].write_text(json.dumps(config(best), indent=1) + "\n", encoding="utf-8")
+    own = models.is_own(best.arch)
+    readme = README.format(
+        arch=best.arch,
+        count=len(best.classes),
+        timm="" if own else TIMM,
+        constructor="torchvision.models.get_model" if own else "timm.create_model",
+        resize=best.preprocessing.val_resize_size,
+    )
+    paths[2].write_text(readme, encoding="utf-8")
+    if onnx:
+        paths.append(folder / "model.onnx")
+        images = (torch.zeros(2, 3, *[best.preprocessing.crop] * 2),)
+        names = {"input_names": ["images"], "output_names": ["logits"]}
+        how = {"dynamic_shapes": ({0: torch.export.Dim("n")},), "external_data": False}
+        try:
+            torch.onnx.export(model, images, paths[-1], verbose=False, **names, **how)
+        except ImportError:
+            raise UserError("--onnx needs packages: pip install onnx onnxscript") from None
+    return paths
+
+
 def config(best: Best) -> dict[str, Any]:
     """What timm reads from ``config.json``, and what torchvision's constructor needs."""
-    p, arch, count = best.preprocessing, best.content["arch"], len(best.classes)
+    p, count, args = best.preprocessing, len(best.classes), best.content["model_args"]
     part = p.crop / p.val_resize_size
     while math.floor(p.crop / part) < p.val_resize_size:  # timm computes the size in this way
         part = math.nextafter(part, 0)
     weights = {"input_size": [3, p.crop, p.crop], "interpolation": p.interpolation}
     weights |= {"crop_pct": part, "crop_mode": "center", "num_classes": count}
-    weights |= {"mean": list(p.mean), "std": list(p.std)}
-    whole = {"architecture": arch, "num_classes": count, "pretrained_cfg": weights}
-    whole |= {"model_args": args} if (args := best.content["model_args"]) else {}
+    weights |= {"mean": p.mean, "std": p.std}
+    whole = {"architecture": best.arch, "num_classes": count, "pretrained_cfg": weights}
+    whole |= {"model_args": args} if args else {}
     trained = {name: best.content.get(name) for name in ("epoch", "top1", "top5", "loss")}
     return whole | {"label_names": best.classes, "trained": trained}
-
-
-def export(best: Best, folder: Path, onnx: bool = False) -> list[Path]:
-    """Write the model into ``folder``. Returns: the files. Raises: `UserError`, OSError."""
-    try:
-        from safetensors.torch import save
-    except ModuleNotFoundError:
-        raise UserError("--export needs a package: pip install safetensors") from None
-    facts = config(best)
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / name for name in ("model.safetensors", "config.json", "README.md")]
-    # Tensors of their own: a file of safetensors has none that share memory.
-    weights = {name: x.clone().contiguous() for name, x in best.build().state_dict().items()}
-    paths[0].write_bytes(save(weights, {"format": "pt"}))
-    paths[1].write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    paths[2].write_text(readme(best), encoding="utf-8")
-    if onnx:
-        paths.append(folder / "model.onnx")
-        to_onnx(best, paths[-1])
-    return paths
-
-
-def readme(best: Best) -> str:
-    """How to load the exported files, in Markdown."""
-    arch, own = best.content["arch"], models.is_own(best.content["arch"])
-    package = "torchvision.models.get_model" if own else "timm.create_model"
-    build = f'model = {package}(\n    "{arch}", num_classes=config["num_classes"], '
-    build += '**config.get("model_args", {})\n)'
-    facts = {"arch": arch, "count": len(best.classes), "build": build}
-    facts["resize"] = best.preprocessing.val_resize_size
-    return README.format(timm="" if own else TIMM, **facts)
-
-
-def to_onnx(best: Best, path: Path) -> None:
-    """Export by torch's own exporter, for any number of images. Raises: `UserError`."""
-    side = best.preprocessing.crop
-    images = torch.zeros(2, 3, side, side)
-    names = {"input_names": ["images"], "output_names": ["logits"]}
-    how = {"dynamic_shapes": ({0: torch.export.Dim("n")},), "external_data": False}
-    try:
-        torch.onnx.export(best.build(), (images,), path, verbose=False, **names, **how)
-    except ImportError:
-        raise UserError("--onnx needs packages: pip install onnx onnxscript") from None

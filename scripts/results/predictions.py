@@ -17,6 +17,7 @@ from utils import amp, models
 from utils.atomic import read_checkpoint
 from utils.errors import UserError
 from utils.folder import Source, class_folders
+from utils.images import ImageBatches
 from utils.loaders import Batches, part_batches
 from utils.metrics import UNREADABLE
 from utils.preprocessing import Preprocessing
@@ -29,54 +30,42 @@ TOP = 5
 THUMBNAIL = 160  # pixels
 
 
-@dataclass
 class Best:
-    """The best model of a run."""
+    """The best model of a run: its ``path``, and the ``content`` of the file."""
 
-    path: Path
-    content: dict[str, Any]
-
-    @property
-    def classes(self) -> list[str]:
-        return self.content["classes"]
-
-    @property
-    def preprocessing(self) -> Preprocessing:
-        return Preprocessing.from_dict(self.content["preprocessing"], self.path)
+    def __init__(self, run: Path):
+        """``run``: a run directory, or a file. Raises: `UserError`."""
+        self.path = run if run.is_file() else run / BEST
+        if not self.path.is_file():
+            text = f"{run} has no {BEST}: name a run directory in which an epoch has finished"
+            raise UserError(text, on_every_rank=True)
+        self.content = read_checkpoint(self.path)
+        if missing := [name for name in NEEDED if name not in self.content]:
+            text = f"{self.path} is no {BEST} of this suite: it has no {', '.join(missing)}"
+            raise UserError(text, on_every_rank=True)
+        self.arch: str = self.content["arch"]
+        self.classes: list[str] = self.content["classes"]
+        self.preprocessing = Preprocessing.from_dict(self.content["preprocessing"], self.path)
 
     def build(self) -> nn.Module:
         """The model with its weights, on the CPU, for evaluation. Raises: `UserError`."""
-        arch, size = self.content["arch"], self.preprocessing.image_size
-        model = models.create(arch, len(self.classes), size)
+        model = models.create(self.arch, len(self.classes), self.preprocessing.image_size)
         models.scale_input_as(self.content, model)
         try:
             model.load_state_dict(self.content["state_dict"])
         except RuntimeError as error:
             text = " ".join(str(error).split())[:250]
-            raise UserError(f"{self.path} does not fit {arch} ({text})", True) from None
+            raise UserError(f"{self.path} does not fit {self.arch} ({text})", True) from None
         return model.eval()
-
-
-def load(run: Path) -> Best:
-    """The best model of a run directory. Raises: `UserError`."""
-    path = run if run.is_file() else run / BEST
-    if not path.is_file():
-        text = f"{run} has no {BEST}: name a run directory in which an epoch has finished"
-        raise UserError(text, on_every_rank=True)
-    content = read_checkpoint(path)
-    if missing := [name for name in NEEDED if name not in content]:
-        text = f"{path} is no {BEST} of this suite: it has no {', '.join(missing)}"
-        raise UserError(text, on_every_rank=True)
-    return Best(path, content)
 
 
 @dataclass
 class Predictions:
     """What a model predicts for n images, most likely class first.
 
-    ``targets`` int64 [n], ``top`` int64 [n, k] and ``probabilities`` float32 [n, k] (k: at most 5),
-    ``of_target`` float32 [n]: the probability of the true class; ``losses`` float64 [n]: cross
-    entropy. Classes are numbers in ``classes``, the model's; ``present`` are those of the folder.
+    ``targets`` int64 [n], ``top`` int64 [n, k] and ``probabilities`` float32 [n, k] (k: at most 5);
+    ``losses`` float64 [n]: cross entropy. Classes are numbers in ``classes``, the model's;
+    ``present`` are those of the folder. ``indices`` int64 [n]: of the images in ``batches``.
     """
 
     classes: list[str]
@@ -85,9 +74,8 @@ class Predictions:
     targets: np.ndarray
     top: np.ndarray
     probabilities: np.ndarray
-    of_target: np.ndarray
     losses: np.ndarray
-    indices: np.ndarray  # int64 [n], of the images in the folder
+    indices: np.ndarray
     unreadable: list[str] = field(default_factory=list)
     batches: Batches | None = None
 
@@ -97,14 +85,18 @@ class Predictions:
         return self.top == self.targets[:, None]
 
     @property
-    def root(self) -> str:
-        """The folder of the images."""
-        return str(self.batches.dataset.source.root)
+    def of_target(self) -> np.ndarray:
+        """The probability of the true class: float64 [n]."""
+        return np.exp(-self.losses)
 
-    def thumbnail(self, row: int) -> str:
+    @property
+    def root(self) -> Path:
+        """The folder of the images."""
+        return Path(self.batches.dataset.source.root)
+
+    def picture(self, row: int) -> str:
         """What the model sees of an image, small, as a data URL."""
-        task = Batch(0, self.indices[row : row + 1])
-        pixels, *_ = self.batches.dataset.__getitems__(task)
+        pixels, *_ = self.batches.dataset.__getitems__(Batch(0, self.indices[row : row + 1]))
         return data_url(pixels[0])
 
 
@@ -146,47 +138,40 @@ def predict(best: Best, args: Any, world: World) -> Predictions:
     """
     batches = open_part(best, args, world)
     model = best.build().to(world.device, memory_format=args.memory_format)
-    dtype = batches.dtype if batches.dtype is not torch.float32 else None
-    present = [best.classes.index(name) for name in batches.dataset.source.classes]
+    source, bad, dtype = batches.dataset.source, batches.bad, batches.dtype
+    present = [best.classes.index(name) for name in source.classes]
     number = torch.tensor(present, device=world.device)
-    absent = torch.ones(len(best.classes), dtype=torch.bool, device=world.device)
-    absent[number] = False
+    excluded = torch.full((len(best.classes),), not args.all_classes, device=world.device)
+    excluded[number] = False
     rows: list[tuple[Tensor, ...]] = []
     for task, (images, targets) in zip(batches.sampler, batches, strict=True):
-        with torch.autocast(world.device.type, dtype, enabled=dtype is not None):
+        with torch.autocast(world.device.type, dtype, enabled=dtype is not torch.float32):
             logits = model(images)
-        logits = logits.float()
-        if not args.all_classes:
-            logits = logits.masked_fill(absent, -torch.inf)
-        scores, readable = logits.log_softmax(1), targets != UNREADABLE
+        scores = logits.float().masked_fill(excluded, -torch.inf).log_softmax(1)
         labels = number[targets.clamp(min=0)]
         own = scores.gather(1, labels[:, None])[:, 0]
         top, classes = scores.topk(min(TOP, len(present)))
-        indices = torch.from_numpy(task.indices).to(labels)
-        columns = (indices, labels, classes, top.exp(), own)
-        rows.append(tuple(one[readable].cpu() for one in columns))
-    bad = batches.bad
+        columns = (torch.from_numpy(task.indices).to(labels), labels, classes, top.exp(), own)
+        rows.append(tuple(one[targets != UNREADABLE].cpu() for one in columns))
     bad.share(world)
-    source = bad.source
     if bad.too_many:
         raise bad.error()
     arrays = [torch.cat(one).numpy() for one in zip(*rows, strict=True)] if rows else None
     parts = [one for one in gather(arrays, world) if one and len(one[0])]
     if not parts:
         raise UserError(f"none of the images in {source.root} could be read", on_every_rank=True)
-    indices, labels, top, probabilities, own = map(np.concatenate, zip(*parts, strict=True))
-    order = np.argsort(indices)
-    root = Path(source.root)
+    columns = [np.concatenate(one) for one in zip(*parts, strict=True)]
+    order = np.argsort(columns[0])
+    indices, targets, top, probabilities, own = (column[order] for column in columns)
     return Predictions(
         classes=best.classes,
         present=present,
-        paths=[str(Path(source.path(i)).relative_to(root)) for i in indices[order].tolist()],
-        targets=labels[order],
-        top=top[order],
-        probabilities=probabilities[order],
-        of_target=np.exp(own[order]),
-        losses=-own[order].astype(np.float64),
-        indices=indices[order],
+        paths=[os.path.relpath(source.path(i), source.root) for i in indices.tolist()],
+        targets=targets,
+        top=top,
+        probabilities=probabilities,
+        losses=-own.astype(np.float64),
+        indices=indices,
         unreadable=[source.path(image) for image in sorted(bad.seen)],
         batches=batches,
     )
@@ -194,27 +179,24 @@ def predict(best: Best, args: Any, world: World) -> Predictions:
 
 def write_csv(result: Predictions, path: Path) -> None:
     """A line for each image: see the header. Raises: OSError."""
-    count = result.top.shape[1]
     header = ["path", "true", "predicted", "probability", "probability_of_true", "loss"]
+    count, names = result.top.shape[1], result.classes
     header += [f"{name}{i}" for i in range(2, count + 1) for name in ("class", "probability")]
-    names = result.classes
     with open(path, "w", newline="", encoding="utf-8", errors="surrogateescape") as file:
         writer = csv.writer(file)
         writer.writerow(header)
-        for i, name in enumerate(result.paths):
-            pairs = zip(result.top[i].tolist(), result.probabilities[i].tolist(), strict=True)
-            (first, p), *others = pairs
-            row = [name, names[result.targets[i]], names[first], f"{p:.9g}"]
-            row += [f"{result.of_target[i]:.9g}", f"{result.losses[i]:.9g}"]
-            writer.writerow(row + [x for k, p in others for x in (names[k], f"{p:.9g}")])
+        for i, (p, loss) in enumerate(zip(result.of_target, result.losses, strict=True)):
+            ranked = []
+            for label, likely in zip(result.top[i], result.probabilities[i], strict=True):
+                ranked += [names[label], f"{likely:.9g}"]
+            row = [result.paths[i], names[result.targets[i]], *ranked[:2]]
+            writer.writerow([*row, f"{p:.9g}", f"{loss:.9g}", *ranked[2:]])
 
 
 @torch.no_grad()
 def of_files(best: Best, files: list[Path], world: World) -> list[dict[str, Any]]:
     """The most likely classes of image files: for each its path, picture (data URL) and ``ranked``,
     [(class, probability)]; in place of these an ``error`` if it cannot be read."""
-    from utils.images import ImageBatches
-
     paths = b"".join(os.fsencode(file.absolute()) + b"\0" for file in files)
     p = best.preprocessing
     dataset = ImageBatches(Source("/", ["images"], paths, [len(files)]), p.crop, 0, train=False)
@@ -228,7 +210,7 @@ def of_files(best: Best, files: list[Path], world: World) -> list[dict[str, Any]
             continue
         images = ((pixels.permute(0, 3, 1, 2) / 255 - mean) / std).to(world.device)
         likely = model(images).float().softmax(1)[0].topk(min(TOP, len(best.classes)))
-        names = [best.classes[i] for i in likely.indices.tolist()]
-        ranked = list(zip(names, likely.values.tolist(), strict=True))
+        pairs = zip(likely.indices.tolist(), likely.values.tolist(), strict=True)
+        ranked = [(best.classes[i], probability) for i, probability in pairs]
         results.append({"path": str(file), "ranked": ranked, "picture": data_url(pixels[0])})
     return results
