@@ -93,6 +93,7 @@ def main() -> int:
         raise unwritable(out, error) from None
     data = rest[0] if rest else recorded_data(best[0])
     evaluates = bool(rest) or data.is_dir() or not own.images
+    data = data if evaluates else out  # a folder that exists
     # The options of an evaluation by imagenet_ddp.py, and this command's own beside them.
     words = ["-a", best[0].arch, "-e", "--resume", str(best[0].path), str(data)]
     mine = {name: value for name, value in vars(own).items() if name != "resume"}

@@ -55,10 +55,10 @@ def epochs_of(
 ) -> dict[int, dict[str, float]]:
     """The tags of 2020 for some epochs of ``rate`` images/s with a global ``batch``; the first
     epoch is slow."""
-    found = {}
+    epochs = {}
     for e, accuracy in enumerate(top1):
         speed = rate / 3 if e == 0 else rate * (1.01, 1.0, 0.99)[e % 3]
-        found[first + e] = {
+        epochs[first + e] = {
             "Loss/train": 5.0 - accuracy / 20,
             "Loss/val": 5.1 - accuracy / 20,
             "Top1/train": accuracy - 3.0,
@@ -69,16 +69,16 @@ def epochs_of(
             "Time/train": batch / speed,
             "Lr": 0.1 * 10.0 ** -(e // 2),
         }
-    return found
+    return epochs
 
 
 def table(*arguments: object) -> tuple[dict[str, list[str]], list[str], Comparison]:
     """Compare without drawing: the cells by their rows' keys, the notes, the comparison."""
-    both = compare_runs.compare(compare_runs.parse([str(argument) for argument in arguments]))
-    return both.cells, both.notes, both
+    comparison = compare_runs.compare(compare_runs.parse(list(map(str, arguments))))
+    return comparison.cells, comparison.notes, comparison
 
 
 def note(notes: list[str], pattern: str) -> str:
     """The one note with this pattern."""
-    (found,) = [text for text in notes if re.search(pattern, text)]
-    return found
+    (text,) = [text for text in notes if re.search(pattern, text)]
+    return text

@@ -44,15 +44,12 @@ def test_which_files_are_written(hal):
     ]
     assert "nodes" not in lines[0]  # nothing is known about them
     # Again, later: the same bytes.
-    both, again = table(hal / "runs")[2], hal / "again"
-    pictures.draw(both, again, "x_", only=("top1_val",), formats=("svg", "pdf"))
+    comparison, again = table(hal / "runs")[2], hal / "again"
+    pictures.draw(comparison, again, "x_", only=("top1_val",), formats=("svg", "pdf"))
     assert {file.name for file in again.iterdir()} == {f"x_top1_val.{kind}" for kind in kinds}
     for file in again.iterdir():
         assert file.read_bytes() == (hal / "my out" / file.name.removeprefix("x_")).read_bytes()
-
-
-def test_bars_are_as_long_as_the_medians_beside_perfect_scaling(hal):
-    comparison = table(hal / "runs")[2]
+    # Bars are as long as the medians, beside perfect scaling.
     rates, perfect = list(HAL.values()), [HAL[2] / 2 * gpus for gpus in HAL]
     lines = [[y for _, y in points] for _, points in pictures.scaling(comparison).lines]
     (axes,) = pictures.plan(comparison)["training_throughput"]().axes
@@ -78,10 +75,9 @@ def test_section_and_page(hal):
         assert sentence in text and sentence in section.partition("```")[0]
 
 
-@pytest.mark.parametrize("dark", [False, True])
-def test_the_page_in_a_browser(hal, dark):
+def test_the_page_in_a_browser(hal):
     """Curves are read off by moving over them, and zoomed by dragging."""
-    with Page(hal / "my out" / "compare.html", dark) as page:
+    with Page(hal / "my out" / "compare.html") as page:
         chart = "[...document.querySelectorAll('.chart.epochs')][1]"
         title = page.run(f"{chart}.querySelector('figcaption').innerText")
         assert title == "Top-1 accuracy, validation (%)"
@@ -102,8 +98,11 @@ def test_the_page_in_a_browser(hal, dark):
         assert page.run(lines) == ends
         page.run(f"{chart}.querySelector('.legend li').click()")
         assert page.run(f"{chart}.querySelectorAll('polyline').length") == len(HAL) - 1
-        colour = page.run("getComputedStyle(document.body).backgroundColor")
-        assert (max(map(int, re.findall(r"\d+", colour))) < 60) == dark
+        for scheme in ("light", "dark"):
+            feature = {"name": "prefers-color-scheme", "value": scheme}
+            page.call("Emulation.setEmulatedMedia", features=[feature])
+            colour = page.run("getComputedStyle(document.body).backgroundColor")
+            assert (max(map(int, re.findall(r"\d+", colour))) < 60) == (scheme == "dark")
         assert not page.errors
         assert page.requests == [(hal / "my out" / "compare.html").as_uri()]
 
@@ -124,13 +123,14 @@ def test_pictures_of_the_hardware_and_labels_with_special_characters(tmp_path):
     assert "<script>alert" not in page
     markdown = (out / "compare.md").read_text().splitlines()
     assert {len(re.findall(r"(?<!\\)\|", row)) for row in markdown} == {5}
-    both = table(*words)[2]
-    figure, by_time = (pictures.plan(both)[name]() for name in ("top1_val", "top1_val_hours"))
+    comparison = table(*words)[2]
+    plan = pictures.plan(comparison)
+    figure, by_time = (plan[name]() for name in ("top1_val", "top1_val_hours"))
     assert [text.get_text() for text in figure.legends[0].get_texts()] == labels
     assert by_time.axes[0].get_xscale() == "log"
     ends = {"GPU/memory_gb": 12.0, "GPU/utilisation": 91.0, "IO/wait_share": 25.0}
     for tag, end in ends.items():
-        label, points = pictures.curves(both, tag, "epochs").lines[0]
+        label, points = pictures.curves(comparison, tag, "epochs").lines[0]
         assert (label, points) == ("_x", [(x, end) for x in (1, 2, 3, 4)])
 
 

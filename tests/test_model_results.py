@@ -67,8 +67,8 @@ def test_the_figures_are_those_of_the_predictions(place):
     assert np.mean(losses) == pytest.approx(run["best_loss"], rel=1e-4)
 
     def shown(name):
-        found = re.search(rf"<th>{re.escape(name)}</th><td>(.*?)</td>", page)[1]
-        return [float(x) for x in re.findall(r"-?\d+\.\d+", found)]
+        cell = re.search(rf"<th>{re.escape(name)}</th><td>(.*?)</td>", page)[1]
+        return [float(x) for x in re.findall(r"-?\d+\.\d+", cell)]
 
     p, z2 = np.mean(right), 1.959964**2 / 21  # Wilson: where |p - x| is 1.96 standard errors of x
     interval = sorted(100 * np.roots([1 + z2, -(2 * p + z2), p * p]))
@@ -105,7 +105,14 @@ def test_some_of_the_classes_and_two_runs(place, tmp_path):
 
 
 def test_bad_input_is_one_line(place, tmp_path):
-    results(tmp_path, place / "data").fails_with("has no best.pt")
+    """But --images does without DATA."""
+    shutil.copy(place / "run/best.pt", tmp_path)
+    (tmp_path / "options.json").write_text('{"data": "/nowhere"}')
+    image = next(place.glob("data/val/class_1/*"))
+    done = results(tmp_path / "best.pt", "--images", image, "--out", tmp_path / "page")
+    assert f"{image}: " in done.out
+    assert (tmp_path / "page/results_images.html").is_file()
+    results(place, place / "data").fails_with("has no best.pt")
     (tmp_path / "file").touch()
     results(place / "run", "--out", tmp_path / "file/page").fails_with("cannot write", "--out")
     (tmp_path / "real.json").write_text("[[1], 2]")
@@ -157,8 +164,8 @@ def test_real_labels_and_many_classes(tmp_path):
     top = np.array([[7, 1], [5, 1], [9, 1]])
     half = np.full((3, 2), 0.5, np.float32)
     targets, present, ones = np.array([7, 4, 9]), list(range(1000)), np.ones(3)
-    found = Predictions(names, present, paths, targets, top, half, ones, np.arange(3))
+    result = Predictions(names, present, paths, targets, top, half, ones, np.arange(3))
     (tmp_path / "real.json").write_text("[[4, 5], [], [8]]")
-    assert figures.real_accuracy(found, tmp_path / "real.json").value == 50.0
-    assert figures.frequent_confusions(found) == [(names[4], names[5], 1)]
-    assert figures.confident_mistakes(found) == [1]
+    assert figures.real_accuracy(result, tmp_path / "real.json").value == 50.0
+    assert figures.frequent_confusions(result) == [(names[4], names[5], 1)]
+    assert figures.confident_mistakes(result) == [1]

@@ -126,15 +126,11 @@ def charts(comparison: Comparison) -> list[tuple[str, Chart]]:
 
 def curves(comparison: Comparison, tag: str, over: str) -> Chart | None:
     """The curves of a key of `PANELS` over one of `OVER`; None if no run has points."""
-    (title, unit, factor), axis, hours = PANELS[tag], OVER[over], over == "hours"
-    lines = [
-        (
-            run.label,
-            [(run.hours[x] if hours else x, factor * y) for x, y in run.points(tag).items()],
-        )
-        for run in comparison.runs
-        if run.points(tag)
-    ]
+    (title, unit, factor), axis, hours, lines = PANELS[tag], OVER[over], over == "hours", []
+    for run in comparison.runs:
+        at = run.hours if hours else {x: x for x in run.hours}
+        if points := [(at[x], factor * y) for x, y in run.points(tag).items() if x in at]:
+            lines.append((run.label, points))
     if not lines:
         return None
     ends = [points[-1][0] for _, points in lines]

@@ -61,15 +61,15 @@ def put(file: Path, tool: str, title: str, section: str) -> None:
         old = file.read_bytes().decode() if file.exists() else ""
     except UnicodeDecodeError:
         raise UserError(f"{file} is not a text file: name another one") from None
-    found = re.findall(f"{re.escape(begin)}.*?{re.escape(end)}", old, re.DOTALL)
-    if not old.count(begin) == old.count(end) == len(found) <= 1:
+    sections = re.findall(f"{re.escape(begin)}.*?{re.escape(end)}", old, re.DOTALL)
+    if not old.count(begin) == old.count(end) == len(sections) <= 1:
         raise UserError(
             f"{file} should hold '{begin}' and, after it, '{end}' once each: correct it by hand, "
             "or choose another --title"
         )
     section = f"{begin}\n{section}\n{end}"
     gap = "" if not old else "\n" if old.endswith("\n") else "\n\n"
-    new = old.replace(found[0], section) if found else f"{old}{gap}{section}\n"
+    new = old.replace(sections[0], section) if sections else f"{old}{gap}{section}\n"
     save_atomically(lambda out: out.write(new.encode()), file)
 
 
