@@ -134,12 +134,14 @@ def test_the_whole_table_and_its_notes(tmp_path):
 
 
 NAN = math.nan
-# Top-1 and images/s of each epoch.
-NOT_FINITE = [(NAN, 3.0), (7.0, NAN), (5.0, 5.0), (math.inf, 6.0)]
+NOT_FINITE = {
+    x: {"Top1/val": top1, "Throughput/train": rate}
+    for x, (top1, rate) in enumerate([(NAN, 3.0), (7.0, NAN), (5.0, 5.0), (math.inf, 6.0)], 1)
+}
 
 
 @pytest.mark.parametrize(
-    ("written", "options", "expected", "said"),
+    ("written", "options", "expected", "patterns"),
     [
         pytest.param(  # no epoch is lost to the rounding of hours
             {"a": (epochs_of(9, 64, range(6)), 7.7), "b": (epochs_of(9, 64, (0, 0.5)), 7.7)},
@@ -148,12 +150,11 @@ NOT_FINITE = [(NAN, 3.0), (7.0, NAN), (5.0, 5.0), (math.inf, 6.0)]
             ["the batches per GPU are not recorded"], id="options",
         ),
         pytest.param(  # two groups, each with a base of its own; one run is like no other
-            {folder_name(1, 64, "ddp"): (epochs_of(100, 64), 100),
-             folder_name(2, 32, "ddp"): (epochs_of(180, 64), 100),
-             folder_name(1, 64, "nd", "vgg19_bn"): (epochs_of(120, 64), 100),
-             folder_name(2, 64, "dp", "vgg19_bn"): (epochs_of(200, 64), 100),
-             "Jan1_01-02-03_hal-login-2_wide_resnet50_2_gpux4_b32_cpu8_ddp":
-             (epochs_of(900, 64), 100)},
+            {name: (epochs_of(rate, 64), 100) for name, rate in (
+                (folder_name(1, 64, "ddp"), 100), (folder_name(2, 32, "ddp"), 180),
+                (folder_name(1, 64, "nd", "vgg19_bn"), 120),
+                (folder_name(2, 64, "dp", "vgg19_bn"), 200),
+                ("Jan1_01-02-03_hal-login-2_wide_resnet50_2_gpux4_b32_cpu8_ddp", 900))},
             (), {"arch": "resnet50,vgg19_bn,resnet50,vgg19_bn,wide_resnet50_2",
                  "scaling_efficiency": "100 %,100 %,90 %,83 %,-", "nodes": "1,1,-,-,-",
                  "batch_per_gpu": "64,64,32,32,32", "global_batch": "64,64,64,64,128"},
@@ -164,81 +165,73 @@ NOT_FINITE = [(NAN, 3.0), (7.0, NAN), (5.0, 5.0), (math.inf, 6.0)]
         ),
         pytest.param(
             {"old": (epochs_of(100, 64, (10, 30, 20), first=0), 100),
-             "new": (epochs_of(100, 64, (10, 30, 20)), 100),
              # Validation before any training is rightly at 0.
-             "before": ({0: {"Top1/val": 0.1}} | epochs_of(100, 64, (10, 30, 20)), 100)},
-            (), {"epochs": "3,3,3", "best_top1_epoch": "2,2,2"},
+             "new": ({0: {"Top1/val": 0.1}} | epochs_of(100, 64, (10, 30, 20)), 100)},
+            (), {"epochs": "3,3", "best_top1_epoch": "2,2"},
             ["old: its event files count epochs from 0; they are counted from 1 here"],
             id="epochs from 0",
         ),
-        pytest.param(
-            {"a": ({x: {"Top1/val": top1, "Throughput/train": rate}
-                    for x, (top1, rate) in enumerate(NOT_FINITE, 1)}, 100),
-             # The first epoch, which is slow, counts if there is no other.
+        pytest.param(  # the first epoch, which is slow, counts if there is no other
+            {"a": (NOT_FINITE, 100),
              "b": ({1: {"Top1/val": 7.0, "Throughput/train": 50.0}}, 100)},
             (), {"images_per_s": "5.5,50", "best_top1": "7.00,7.00",
                  "epoch_h": "1.67 min,1.67 min"}, [], id="NaN",
         ),
     ],
 )  # fmt: skip
-def test_the_table(tmp_path, written, options, expected, said):
+def test_the_table(tmp_path, written, options, expected, patterns):
     for name, (epochs, seconds) in written.items():
         write(tmp_path / name, epochs, seconds=seconds)
     cells, notes, _ = table(tmp_path, *options)
     assert {key: ",".join(cells[key]) for key in expected} == expected
-    for pattern in said:
+    for pattern in patterns:
         note(notes, pattern)
 
 
 GOOD = {"arch": "resnet50", "gpus": 1, "val_images": 50_000, "global_batch": 256}
+CPU = GOOD | {"device": "cpu"}
+BEYOND = "more than the noise of 50000 images, but another seed may change it as well."
 
 
 @pytest.mark.parametrize(
     ("runs", "expected"),
     [
-        pytest.param(
+        (
             {"a": (1600, (60, 75.9), GOOD | {"device": "cuda"})},
             ["a trained 1600 images per second on 1 GPU (processes).",
              "It reached 75.90 % top-1 in epoch 2 (3.33 min)."],
-            id="one",
         ),
-        pytest.param(
+        (
             {"1 node": (1600, (60, 75.9), GOOD | {"gpus": 4}),
              "2 nodes": (3072, (60, 76.2), GOOD | {"gpus": 8})},
             ["2 nodes trained 1.92 times as many images per second as 1 node (96 % efficiency).",
              "Both reached 75 % top-1: after 3.33 min (1 node) and 3.33 min (2 nodes).",
              "Best top-1: 75.90 % (1 node) and 76.20 % (2 nodes), a difference within the noise of "
              "50000 validation images."],
-            id="scaling",
         ),
-        pytest.param(  # 0.53 points at 76 %: two independent samples of 50,000
+        (  # 0.53 points at 76 %: two independent samples of 50,000
             {"a": (1600, (60, 75.7), GOOD), "b": (1620, (60, 76.25), GOOD)},
             ["a and b trained equally fast: the speed of an epoch varies as much as theirs.",
              "Both reached 75 % top-1: after 3.33 min (a) and 3.33 min (b).",
-             "Best top-1: 75.70 % (a) and 76.25 % (b), more than the noise of 50000 images, but "
-             "another seed may change it as well."],
-            id="beyond noise",
+             f"Best top-1: 75.70 % (a) and 76.25 % (b), {BEYOND}"],
         ),
-        pytest.param(
-            {"a": (100, (20,), GOOD | {"device": "cpu"}),
-             "b": (150, (20,), GOOD | {"device": "cpu", "global_batch": 512, "mode": "ddp"}),
+        (
+            {"a": (100, (20,), CPU), "b": (150, (20,), CPU | {"global_batch": 512, "mode": "ddp"}),
              "c": (150, (20,), {"arch": "vgg19"}), "d": (9, (20,), {"arch": "vgg16"})},
             ["c cannot be compared with a: it has another model (vgg19, not resnet50); nor can d.",
              "b trained 1.50 times as many images per second as a.",
              "Best top-1: 20.00 % (a) and 20.00 % (b), no difference.",
              "Beware: one epoch only, in which caches and compilers warm up; global batches of 256 "
              "to 512, which changes accuracy; speeds of CPUs, which say nothing about GPUs."],
-            id="little to say",
         ),
-        pytest.param(
+        (
             {name: (100 * i, (20, 30 + i), GOOD) for i, name in enumerate("abcde", 1)},
             ["The fastest run, e, trained 5.00 times as many images per second as a.",
              "First to reach 31 % top-1: a, in 3.33 min.",
-             "Best top-1: 31.00 % to 35.00 %, more than the noise of 50000 images, but another "
-             "seed may change it as well."],
-            id="many",
+             f"Best top-1: 31.00 % to 35.00 %, {BEYOND}"],
         ),
     ],
+    ids=["one", "scaling", "beyond noise", "little to say", "many"],
 )  # fmt: skip
 def test_the_sentences(tmp_path, runs, expected):
     for name, (rate, top1, options) in runs.items():
