@@ -11,43 +11,7 @@ from results.predictions import Best
 from utils import models
 from utils.errors import UserError
 
-README = """# {arch}
-
-`model.safetensors` holds the weights of a {arch} with {count} classes, `config.json` the names of
-the classes (`label_names`) and the preprocessing, in the format of timm.
-
-With torchvision{timm}:
-
-```python
-import json
-import torchvision
-from safetensors.torch import load_file
-from torchvision import transforms as T
-
-config = json.load(open("config.json"))
-model = {constructor}(
-    "{arch}", num_classes=config["num_classes"], **config.get("model_args", {{}})
-)
-model.load_state_dict(load_file("model.safetensors"))
-model.eval()
-p = config["pretrained_cfg"]
-preprocess = T.Compose([
-    T.Resize({resize}, T.InterpolationMode(p["interpolation"])), T.CenterCrop(p["input_size"][1:]),
-    T.ToTensor(), T.Normalize(p["mean"], p["std"]),
-])
-```
-"""
-TIMM = """ (which has this architecture through timm: `import timm`). With timm alone:
-
-```python
-import timm
-
-model = timm.create_model("local-dir:.", pretrained=True).eval()
-config = timm.data.resolve_model_data_config(model)
-preprocess = timm.data.create_transform(**config, is_training=False)
-```
-
-With the weights file"""
+README = Path(__file__).with_suffix(".md")
 
 
 def export(best: Best, folder: Path, onnx: bool = False) -> list[Path]:
@@ -56,6 +20,8 @@ def export(best: Best, folder: Path, onnx: bool = False) -> list[Path]:
 
     Returns: the files. Raises: `UserError`, OSError.
     """
+    import jinja2
+
     try:
         from safetensors.torch import save
     except ModuleNotFoundError:
@@ -67,15 +33,10 @@ def export(best: Best, folder: Path, onnx: bool = False) -> list[Path]:
     weights = {name: x.clone().contiguous() for name, x in model.state_dict().items()}
     paths[0].write_bytes(save(weights, {"format": "pt"}))
     paths[1].write_text(json.dumps(config(best), indent=1) + "\n", encoding="utf-8")
-    own = models.is_own(best.arch)
-    readme = README.format(
-        arch=best.arch,
-        count=len(best.classes),
-        timm="" if own else TIMM,
-        constructor="torchvision.models.get_model" if own else "timm.create_model",
-        resize=best.preprocessing.val_resize_size,
-    )
-    paths[2].write_text(readme, encoding="utf-8")
+    facts = {"arch": best.arch, "count": len(best.classes), "is_timm": not models.is_own(best.arch)}
+    facts["resize"] = best.preprocessing.val_resize_size
+    readme = jinja2.Template(README.read_text(), trim_blocks=True, keep_trailing_newline=True)
+    paths[2].write_text(readme.render(facts), encoding="utf-8")
     if onnx:
         paths.append(folder / "model.onnx")
         images = (torch.zeros(2, 3, *[best.preprocessing.crop] * 2),)
