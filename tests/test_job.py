@@ -236,7 +236,7 @@ def test_a_lost_node_is_taken_in_again_unless_it_is_broken(start, tmp_path, back
     assert code == 0
     alone = "training begins again on 1 of 2 nodes: a"
     again = ["lost the connection to b; will keep trying", alone, "b is back"]
-    again += ["stopping with a snapshot, to go on with b"]
+    again += ["stopping with a snapshot, to continue with b"]
     again += ["training begins again on 2 of 2 nodes: a, b"]
     again += ["going on without b (the reason is above)", alone] if back == "broken" else []
     lines = [line.removeprefix("launcher: ") for line in said.splitlines()]

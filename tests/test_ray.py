@@ -80,7 +80,7 @@ def test_training_goes_on_without_a_node_and_with_it_again(nodes, folder, tmp_pa
         run.until(r"\[node1\] Epoch \d+/\d+ step")
         assert eventually(lambda: not trainings(nodes[2:])), trainings(nodes[2:])
         with ray(nodes[2]):
-            run.until("stopping with a snapshot, to go on with node2")
+            run.until("stopping with a snapshot, to continue with node2")
             run.until(r"training begins again on 2 of \d nodes: node\d, node\d")
             run.until(r"\[node2\] (\[rank 1\] )?Epoch \d+/\d+ step")
             run.send(signal.SIGKILL)

@@ -46,7 +46,7 @@ def continue_by(text: str) -> None:
 
 
 def how_to_continue() -> str:
-    """How the user continues this process's run; it ends a sentence."""
+    """How the user continues this process's run: the end of a message."""
     return _continuation
 
 

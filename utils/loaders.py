@@ -209,7 +209,7 @@ class BadFiles:
                 log.info(f"unreadable image {self.source.path(image)}: {reason}; skipped")
 
     def share(self, world: World) -> None:
-        """Let every rank know what all have seen, so that rank 0's log names each file."""
+        """Collect what all ranks have seen, so that rank 0's log names each file."""
         for seen in gather(dict(self.seen), world):
             self.note(list(seen.items()))
 

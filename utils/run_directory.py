@@ -283,7 +283,7 @@ class Run:
     def epoch(self, record: dict[str, float], left: str) -> None:
         """Write an epoch's record (TensorBoard tags to values, and "epoch") and its line.
 
-        ``left``, for the end of the line, says how long the training will go on; "": no longer.
+        ``left``, for the end of the line, says how much time is left; "": no longer.
         """
         tags = {tag: value for tag, value in record.items() if "/" in tag or tag == "Lr"}
         self.scalars(tags, int(record["epoch"]))

@@ -15,7 +15,7 @@ SHOULD_AGREE = ("batch_per_gpu", "mode", "precision", "comm", "gpu", "cpu", "tor
 STEP_PARTS = ("data", "compute", "communication")
 NAMES = {"arch": "model", "data_id": "data", "train_sizes": "training image sizes"}
 SAME_SPEED = 0.02  # a smaller difference is no difference: the same machine varies as much
-WAITING = 0.1  # a share of the time from which waiting for data is worth a sentence
+WAITING = 0.1  # a share of the time from which waiting for data is mentioned
 
 
 def find_bases(runs: list[Run]) -> None:

@@ -158,9 +158,9 @@ def _classes(
     if table:
         names = [line.strip() for line in table.read_text(encoding="utf-8").splitlines()]
     else:
-        found = {label: min(synsets[label]) for label in labels if len(synsets[label]) == 1}
-        if len(set(found.values()) - {""}) == len(labels):
-            return found
+        classes = {label: min(synsets[label]) for label in labels if len(synsets[label]) == 1}
+        if len(set(classes.values()) - {""}) == len(labels):
+            return classes
     advice = "give --names FILE, with the class of label 0 in the first line, and so on"
     if labels and not 0 <= labels[0] <= labels[-1] < len(names):
         text = f"there are labels up to {labels[-1]}, and {len(names)} names of classes"

@@ -7,8 +7,8 @@ knows its own processes.
 
 What runs here holds a lease on the run directory. The guard prints a heartbeat with the time of its
 own clock, and the launcher sends it back: the lease counts from when an answered heartbeat was
-printed. So an answer that was held up on its way extends nothing, and the launcher knows when the
-lease ends at the latest: `LEASE_SECONDS` after its last answer, whatever has failed.
+printed. So an answer that was held up on its way extends nothing. Whatever fails, the lease ends at
+the latest `LEASE_SECONDS` after the launcher's last answer.
 """
 
 from __future__ import annotations

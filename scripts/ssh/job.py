@@ -331,7 +331,7 @@ class Job:
             patient = [node for node in ready if now - node.since > JOIN_SECONDS]
             if patient and not ending and len(nodes) < self.most:
                 names = ", ".join(node.host.name for node in ready)
-                note(f"stopping with a snapshot, to go on with {names}")
+                note(f"stopping with a snapshot, to continue with {names}")
                 ending, orders = "joining", [b"TERM\n"]
             orders += [b"KILL\n"] if now >= kill_at else []
             for node in nodes:

@@ -142,7 +142,7 @@ class Amp(o2.Amp):
 
     @property
     def failure(self) -> str | None:
-        """A sentence, if the scale has fallen too far to recover."""
+        """An error message, if the scale has fallen too far to recover."""
         return o2.ENDLESSLY.format(self.value) if self.value < o2.SMALLEST else None
 
     def state_dict(self) -> dict[str, float]:

@@ -196,7 +196,7 @@ class Store:
         for path in tuple(self.waiting):
             try:
                 self._send(path)
-            except Exception as error:  # whatever it is: training goes on
+            except Exception as error:  # whatever it is: training continues
                 self._warn(error)
                 if path not in self.waiting[1:]:
                     self.waiting.append(path)

@@ -18,7 +18,7 @@ from utils.errors import UserError
 
 log = logging.getLogger(__name__)
 
-ID = "wandb.id"  # in the run directory: a resumed run goes on under the same id
+ID = "wandb.id"  # in the run directory: a resumed run continues under this id
 WAIT = 60.0  # seconds, for an answer at the start and for the last uploads at the end
 LAG = 30.0  # seconds after which wandb has written or sent what it got; measured: under 20
 X = "epoch"  # of all curves; wandb's own steps cannot be repeated after a resume
@@ -49,7 +49,7 @@ class Tracker:
             return
         try:
             call(*values)
-        except Exception as error:  # no network, no login, whatever it is: training goes on
+        except Exception as error:  # no network, no login, whatever it is: training continues
             self.remote = None
             text = " ".join(f"{error}".split())[:200] or type(error).__name__
             log.warning(f"wandb cannot be used ({text}): training continues without it")
