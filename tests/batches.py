@@ -53,6 +53,6 @@ def batches_of(index, sampler, workers=0, size=SIZE, place=PLACE, bad_files=0) -
     return Batches(dataset, sampler, BadFiles(index, bad_files), place, workers)
 
 
-def fetch(dataset, wanted, epoch=0):
+def fetch(dataset, indices, epoch=0):
     """Images uint8 [n, s, s, 3], targets, and what reading them took."""
-    return dataset.__getitems__(Batch(epoch, np.array(wanted)))
+    return dataset.__getitems__(Batch(epoch, np.array(indices)))

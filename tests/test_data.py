@@ -3,7 +3,7 @@
 import os
 import re
 import shutil
-import tarfile
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -47,15 +47,15 @@ def evaluated(index, resize=SIZE):
 
 
 def epoch_pixels(index, ranks=1, workers=0, epoch=0, start=0):
-    """Image -> (its float pixels, its target) in a training epoch, as all ranks together see it."""
+    """Image -> (its float pixels, its target) in a training epoch, over all ranks."""
     seen = {}
     for rank in range(ranks):
         sampler = TrainSampler(IMAGES, 12 // ranks, (rank, ranks), 1, SEED)
         sampler.start_at(epoch, start)
         batches = batches_of(index, sampler, workers)
         for asked, (images, targets) in zip(sampler, batches, strict=True):
-            for image, *found in zip(asked.indices.tolist(), images, targets.tolist(), strict=True):
-                seen[image] = found
+            for image, *shown in zip(asked.indices.tolist(), images, targets.tolist(), strict=True):
+                seen[image] = shown
     return seen
 
 
@@ -89,9 +89,9 @@ def test_unreadable_image_is_replaced_by_the_next_readable_one(index):
     expected = torch.tensor(EVERY)
     expected[[4, 5, 15, 23]] = torch.tensor([6, 6, 16, 0])
     spoil(index, 4, 5, 15, 23)
-    images, found, reading = fetch(training(index), EVERY)
+    images, labels, reading = fetch(training(index), EVERY)
     assert torch.equal(images[:, 0, 0, 2], 10 * expected), "the blue tells which file it is"
-    assert torch.equal(found, targets[expected])
+    assert torch.equal(labels, targets[expected])
     assert [i for i, reason in reading.unreadable if reason] == [4, 5, 5, 15, 23]
     others = expected == torch.tensor(EVERY)
     assert torch.equal(images[others], intact[others]), "no other sample moves"
@@ -192,9 +192,9 @@ def build(root, *words, **world):
 
 
 def test_loaders_of_a_folder(folder, tmp_path):
-    found = build(folder)
-    assert found.classes == ["class_0", "class_1", "class_2"]
-    assert (len(found.train), len(found.val), found.test) == (15, 6, None)
+    made = build(folder)
+    assert made.classes == ["class_0", "class_1", "class_2"]
+    assert (len(made.train), len(made.val), made.test) == (15, 6, None)
     evaluate = ("-e", "--resume", "best.pt")
     two = build(folder, "--classes", "2", *evaluate)
     assert (two.classes, two.train, len(two.val)) == (["class_0", "class_1"], None, 4)
@@ -204,10 +204,10 @@ def test_loaders_of_a_folder(folder, tmp_path):
         build(folder, "-b", "5", "--mixup", "0.2", rank=1, size=2)
     (tmp_path / "val").symlink_to(folder / "val")  # without training images
     shutil.copytree(folder / "val", tmp_path / "test")
-    found = build(tmp_path, *evaluate)
-    assert (found.train, len(found.val), found.test) == (None, 6, None)
-    found = build(tmp_path, *evaluate, "--part", "test")
-    assert (found.train, found.val, len(found.test)) == (None, None, 6)
+    made = build(tmp_path, *evaluate)
+    assert (made.train, len(made.val), made.test) == (None, 6, None)
+    made = build(tmp_path, *evaluate, "--part", "test")
+    assert (made.train, made.val, len(made.test)) == (None, None, 6)
     (tmp_path / "train").symlink_to(folder / "train")
     (tmp_path / "test" / "other").mkdir()
     with pytest.raises(UserError, match="different classes: only test has other"):
@@ -218,49 +218,38 @@ def test_loaders_of_a_folder(folder, tmp_path):
         build(tmp_path, "--classes", "2")
 
 
-class Tarred(Source):
-    """Each part of a data set is one tar file of CLASS/NAME."""
+class Zipped(Source):
+    """Each part of a data set is one zip file of CLASS/NAME."""
 
     def __init__(self, root, classes, shows=False):
-        with tarfile.open(root / "images.tar") as file:
-            members = {one.name: one for one in file.getmembers() if one.isfile()}
-        chosen = [x for c in classes for x in sorted(members) if x.startswith(f"{c}/")]
-        paths = b"".join(os.fsencode(name) + b"\0" for name in chosen)
-        counts = [sum(name.startswith(f"{c}/") for name in chosen) for c in classes]
-        super().__init__(root, classes, paths, counts)
-        self.places = [(members[name].offset_data, members[name].size) for name in chosen]
+        self.zip = zipfile.ZipFile(root / "images.zip")
+        names = [[x for x in sorted(self.zip.namelist()) if x.startswith(f"{c}/")] for c in classes]
+        paths = "".join(f"{name}\0" for one in names for name in one)
+        super().__init__(root, classes, paths.encode(), [len(one) for one in names])
 
     @staticmethod
     def class_names(root):
-        with tarfile.open(root / "images.tar") as file:
-            return sorted({one.name.split("/")[0] for one in file.getmembers()})
-
-    def stored(self, image):
-        return f"{self.root}/images.tar", *self.places[image]
+        with zipfile.ZipFile(root / "images.zip") as file:
+            return sorted({name.partition("/")[0] for name in file.namelist()})
 
     def read(self, image):
-        path, place, size = self.stored(image)
-        with open(path, "rb") as file:
-            return os.pread(file.fileno(), size, place)
+        return self.zip.read(self.name(image))
 
 
 def test_a_source_of_another_kind_is_one_class_and_one_line(folder, tmp_path, monkeypatch):
     for part in ("train", "val"):
         (tmp_path / part).mkdir()
-        with tarfile.open(tmp_path / part / "images.tar", "w") as file:
-            for name in sorted(os.listdir(folder / part)):
-                if not name.startswith("."):
-                    file.add(folder / part / name, name)
+        with zipfile.ZipFile(tmp_path / part / "images.zip", "w") as file:
+            for path in (folder / part).glob("*/*.JPEG"):
+                file.write(path, f"{path.parent.name}/{path.name}")
     expected = build(folder, "-j", "0")
-    kind = {tmp_path / "train": Tarred, tmp_path / "val": Tarred}
+    kind = {tmp_path / "train": Zipped, tmp_path / "val": Zipped}
     monkeypatch.setattr(addons, "source_kind", kind.get)
-    found = build(tmp_path, "-j", "0")
-    assert found.classes == expected.classes
-    for one, other in ((found.train, expected.train), (found.val, expected.val)):
-        for batch, wanted in zip(one, other, strict=True):
-            assert all(map(torch.equal, batch, wanted))
-    sources = (found.train.bad.source, expected.train.bad.source)
-    assert len({source.sample_sizes() for source in sources}) == 1
+    made = build(tmp_path, "-j", "0")
+    assert made.classes == expected.classes
+    for one, other in ((made.train, expected.train), (made.val, expected.val)):
+        for batch, same in zip(one, other, strict=True):
+            assert all(map(torch.equal, batch, same))
     some = build(tmp_path, "-j", "0", "--classes", "class_2,class_1")
     assert some.train.sampler.images == 40
 
@@ -268,14 +257,14 @@ def test_a_source_of_another_kind_is_one_class_and_one_line(folder, tmp_path, mo
 def test_loaders_do_as_the_options_say(folder):
     words = "-j 5 --seed 9 --crop-scale 0.5 --max-bad-files 7 --random-erasing 0.25 --accum-steps 2"
     words += " --repeated-aug 3 --epochs 2 --progressive 24,32 --val-image-size 40"
-    found = build(folder, *words.split(), rank=1, size=4, local_rank=1, local_size=2)
-    train, dataset, order = found.train, found.train.dataset, found.train.sampler
-    slots = [len(part.loader.ring.uploads) for part in (train, found.val)]
+    made = build(folder, *words.split(), rank=1, size=4, local_rank=1, local_size=2)
+    train, dataset, order = made.train, made.train.dataset, made.train.sampler
+    slots = [len(part.loader.ring.uploads) for part in (train, made.val)]
     assert slots == [2 * 3 + 2] * 2, "3 workers per process"
     assert (dataset.seed, dataset.crop_scale, dataset.size, train.bad.limit) == (9, 0.5, 32, 7)
     assert dataset.augment.transforms[0].p == 0.25
     assert (order.seed, order.slice, order.slices, order.accum) == (9, 1, 4, 2)
     assert (order.reorder.keywords, order.sizes) == ({"views": 3}, (24, 32))
     assert order.global_batch == 32
-    assert (found.val.dataset.size, found.val.dataset.resize) == (40, 46)
-    assert (found.val.sampler.slice, found.val.sampler.slices) == (1, 4)
+    assert (made.val.dataset.size, made.val.dataset.resize) == (40, 46)
+    assert (made.val.sampler.slice, made.val.sampler.slices) == (1, 4)

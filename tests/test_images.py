@@ -105,7 +105,7 @@ def test_crop_and_resizing_is_torchvisions(size, mode):
 def test_crops_are_those_of_earlier_runs(smallest, checksum):
     """Golden: at this commit their areas, ratios and places had the exact distributions.
 
-    Tiny and very long images have room for few boxes, or for none.
+    Tiny and very long images hold few boxes, or none.
     """
     draw, shapes = random.Random(2), [(300, 900), (1, 1), (3, 2), (2, 5000), (5000, 2)]
     cuts = [im.train_cut(shape, 224, draw, *smallest) for shape in shapes for _ in range(1000)]

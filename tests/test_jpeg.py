@@ -76,9 +76,9 @@ def built(library, monkeypatch):
 
 def decode_part(data, box):
     """The pixels of ``box``, and the number of rows decoded; None where that is left alone."""
-    if part_of.shape_of(data) is None or (found := part_of.decode(data, box)) is None:
+    if part_of.shape_of(data) is None or (part := part_of.decode(data, box)) is None:
         return None
-    pixels, (top, left, height, width) = found
+    pixels, (top, left, height, width) = part
     assert pixels.stride(0) == 1, "channels-last, as decode gives it"
     return pixels[:, top : top + height, left : left + width], pixels.shape[1]
 
@@ -101,9 +101,9 @@ def test_damaged_files_are_what_they_are_to_whole_decoding(built):
     for number in range(250):
         data = damaged(number)
         top, left = number % 3 * 25, number % 4 * 9
-        if found := decode_part(data, (top, left, 20, 25)):
+        if part := decode_part(data, (top, left, 20, 25)):
             whole = im.decode(data)  # raises ValueError where nobody may decode it
-            assert torch.equal(found[0], whole[:, top : top + 20, left : left + 25])
+            assert torch.equal(part[0], whole[:, top : top + 20, left : left + 25])
             decoded += 1
     assert 5 < decoded < 250, "some damage is seen, some makes another image of it"
 

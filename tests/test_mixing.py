@@ -74,10 +74,10 @@ def test_the_same_images_are_mixed_in_any_slices(images, batch, ranks, accum):
             step, micro = first + number // accum, number % accum
             whole = order[step * size : (step + 1) * size]
             plan = mixing.draw((seed, epoch, step), size // 2, SIZE, alphas)
-            wanted = mixing.mix(*pixels(whole), plan, CLASSES)
+            expected = mixing.mix(*pixels(whole), plan, CLASSES)
             low = whole.index(part.indices[0])
-            found = mix(*pixels(part.indices.tolist()), (epoch, step, micro))
-            for one, other in zip(found, wanted, strict=True):
+            mixed = mix(*pixels(part.indices.tolist()), (epoch, step, micro))
+            for one, other in zip(mixed, expected, strict=True):
                 torch.testing.assert_close(one, other[low : low + len(one)], rtol=1e-6, atol=1e-6)
 
 

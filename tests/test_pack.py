@@ -105,12 +105,12 @@ def test_pixels_are_those_of_a_careful_reduction(tmp_path, monkeypatch):
     succeed("pack", tmp_path / "large", tmp_path / "pack", "--size", SIZE, *ONE)
     index = index_of(tmp_path / "pack")
     real = os.preadv  # one read may give less than was asked for
-    monkeypatch.setattr(os, "preadv", lambda file, rooms, at: real(file, [rooms[0][:999]], at))
+    monkeypatch.setattr(os, "preadv", lambda file, buffers, at: real(file, [buffers[0][:999]], at))
     for image in range(4):
         rgb = Image.open(folder / f"{image}.JPEG").convert("RGB")
         if (factor := SIZE / min(rgb.size)) < 1:
-            wanted = [round(side * factor) for side in rgb.size]
-            rgb = rgb.resize(wanted, Image.Resampling.BICUBIC)
+            reduced = [round(side * factor) for side in rgb.size]
+            rgb = rgb.resize(reduced, Image.Resampling.BICUBIC)
         assert index.shape(image) == rgb.size[::-1]
         assert index.read(image) == rgb.tobytes()
         assert np.array_equal(index.rows(image, 7, 11), np.asarray(rgb)[7:18])

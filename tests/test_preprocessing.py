@@ -1,4 +1,4 @@
-"""How images become a model's input: sizes typed, of a checkpoint, and of each epoch."""
+"""How images become a model's input: sizes of the command line, of a checkpoint, of each epoch."""
 
 import json
 from argparse import Namespace
@@ -30,21 +30,23 @@ def index(tmp_path) -> Folder:
     return Folder(tmp_path, ["c"])
 
 
-def evaluated(index, wanted) -> torch.Tensor:
+def evaluated(index, preprocessing) -> torch.Tensor:
     """All images as evaluation sees them."""
     batches = batches_of(index, EvalSampler(len(index), len(index), (0, 1)), size=224)
-    batches.use(wanted)
-    ((found, _),) = batches
-    return found
+    batches.use(preprocessing)
+    ((images, _),) = batches
+    return images
 
 
 @pytest.mark.parametrize("arch", ["inception_v3", "resnet50", "swin_t", "efficientnet_v2_l"])
 def test_pixels_are_those_of_torchvisions_own_transforms(index, arch):
-    found = evaluated(index, foreign.published_preprocessing(arch))
+    images = evaluated(index, foreign.published_preprocessing(arch))
     transform = get_model_weights(arch).DEFAULT.transforms()
     for number in range(len(index)):
         expected = transform(Image.open(index.path(number)).convert("RGB"))
-        levels = (found[number] - expected).abs() * 255 * torch.tensor(transform.std)[:, None, None]
+        levels = (
+            (images[number] - expected).abs() * 255 * torch.tensor(transform.std)[:, None, None]
+        )
         assert levels.mean() < 0.3
         assert levels.max() < 1.01, "no more than another rounding"
 
@@ -54,11 +56,11 @@ def test_training_and_evaluation_have_sizes_of_their_own(index):
     batches.use(Preprocessing(interpolation="bicubic", image_size=64, val_image_size=96))
     plain = ImageBatches(index, 64, SEED, train=True, interpolation="bicubic")
     assert torch.equal(fetch(batches.dataset, [0, 1])[0], fetch(plain, [0, 1])[0])
-    wanted = IMAGENET.resized(64, None, 96)
-    assert torch.equal(evaluated(index, wanted), evaluated(index, IMAGENET.resized(96, 110)))
+    both = IMAGENET.resized(64, None, 96)
+    assert torch.equal(evaluated(index, both), evaluated(index, IMAGENET.resized(96, 110)))
 
 
-# ---- sizes that somebody types, and what a file says
+# ---- sizes on the command line and in a file
 
 
 @pytest.mark.parametrize(
@@ -71,14 +73,16 @@ def test_training_and_evaluation_have_sizes_of_their_own(index):
         (("--pretrained", "--val-image-size", 320), 299, 366, 320, SIZES[:2]),
     ],
 )
-def test_typed_sizes_win(parse, folder, line, size, short, crop, defaulted_sizes):
+def test_sizes_on_the_command_line_take_precedence(
+    parse, folder, line, size, short, crop, defaulted_sizes
+):
     args = Namespace(**parse("imagenet_nd", "-a", "inception_v3", *line, folder))
-    found = args.preprocessing
-    assert (found.image_size, found.val_resize_size, found.crop) == (size, short, crop)
+    how = args.preprocessing
+    assert (how.image_size, how.val_resize_size, how.crop) == (size, short, crop)
     assert (args.image_size, args.defaulted_sizes) == (size, defaulted_sizes)
-    assert Preprocessing.from_dict(found.as_dict(), "") == found
-    # What a checkpoint says stays in proportion to a size that is typed.
-    larger = found.resized(2 * size, None)
+    assert Preprocessing.from_dict(how.as_dict(), "") == how
+    # What a checkpoint says stays in proportion to a size on the command line.
+    larger = how.resized(2 * size, None)
     assert (larger.crop, larger.val_resize_size) == (2 * crop, 2 * short)
 
 
@@ -111,21 +115,21 @@ def test_omitted_sizes_are_those_of_the_checkpoint_before_the_precision_is_chose
         ("--val-image-size 96", 64, None),
     ):
         line = ("-e", "--resume", tmp_path / "best.pt", *words.split(), folder)
-        typed, world = Options(**parse("imagenet_nd", *line)), World(torch.device("cpu"))
-        args = loop.with_checkpoint_sizes(typed, world)
+        options, world = Options(**parse("imagenet_nd", *line)), World(torch.device("cpu"))
+        args = loop.with_checkpoint_sizes(options, world)
         assert (args.image_size, args.preprocessing.image_size) == (size, size)
         assert amp.autocast_dtype(args, world) is dtype
 
 
 def test_a_run_evaluates_its_model_with_the_images_that_it_was_trained_on(folder, tmp_path):
-    """The checkpoint says how, but for sizes that are typed."""
+    """The checkpoint says how, except for sizes on the command line."""
     command = ("imagenet_nd.py", "-a", "tiny_plain", "-j", 0, "--output-dir", tmp_path, folder)
-    told = "40 pixels (evaluation: the centre of 43), bicubic, mean 0.5 0.5 0.5, std 0.5 0.5 0.5\n"
+    text = "40 pixels (evaluation: the centre of 43), bicubic, mean 0.5 0.5 0.5, std 0.5 0.5 0.5\n"
     done = python(*command, "--pretrained", "--epochs", 1, "--name", "a")
-    assert f"preprocessing as in the pretrained weights: {told}" in done.out, done.err
+    assert f"preprocessing as in the pretrained weights: {text}" in done.out, done.err
     evaluate = (*command, "-e", "--resume", tmp_path / "a" / "best.pt", "--name")
     done = python(*evaluate, "e")
-    assert f"preprocessing as in {tmp_path}/a/best.pt: {told}" in done.out, done.err
+    assert f"preprocessing as in {tmp_path}/a/best.pt: {text}" in done.out, done.err
     assert "changed since" not in done.out
     assert summary(tmp_path / "e")["val_loss"] == summary(tmp_path / "a")["val_loss"]
     done = python(*evaluate, "larger", "--image-size", 80)

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from batches import SEED, SIZE, batches_of, fetch, noise_index
-from torch.utils.data import get_worker_info
+from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils import signal_handling
 
 from utils.errors import UserError
@@ -40,8 +40,8 @@ def plain(index):
 
 
 def assert_same(got, expected):
-    for batch, wanted in zip(got, expected, strict=True):
-        assert all(map(torch.equal, batch, wanted))
+    for batch, other in zip(got, expected, strict=True):
+        assert all(map(torch.equal, batch, other))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -74,10 +74,9 @@ def test_a_worker_killed_while_it_fills_a_slot_is_named(index):
 def test_a_worker_that_dies_while_it_hands_a_batch_over_is_named(index, monkeypatch):
     """What comes first is the end of its socket; SIGCHLD, which tells more, comes in the wait."""
     batches = batches_of(index, sampler())
-    batches.loader = mock.MagicMock()
-    batches.loader.__iter__.side_effect = EOFError
-    told = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
-    monkeypatch.setattr("time.sleep", mock.Mock(side_effect=told))
+    monkeypatch.setattr(DataLoader, "__iter__", mock.Mock(side_effect=EOFError))
+    death = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
+    monkeypatch.setattr("time.sleep", mock.Mock(side_effect=death))
     with pytest.raises(RuntimeError, match="pid 7"):
         list(batches)
 

@@ -29,7 +29,7 @@ def steps_of(images, batch, ranks=1, accum=1, first=0, views=1):
         sampler.start_at(EPOCH, first)
         shards.append([part.indices.tolist() for part in sampler])
         assert len(shards[-1]) == len(sampler)
-        assert [part.indices.tolist() for part in sampler] == shards[-1], "until told otherwise"
+        assert [part.indices.tolist() for part in sampler] == shards[-1], "again"
         assert {(part.epoch, part.size) for part in sampler} == {(EPOCH, 0)}
         assert max(map(len, shards[-1])) <= sampler.largest <= batch
     parts = [part for micro in zip(*shards, strict=True) for part in micro]

@@ -220,10 +220,7 @@ class ImageBatches(Dataset):
             for later in itertools.islice(coming, READS - len(self.ahead)):
                 task = later % len(self.source), self.key(later, batch.epoch)
                 self.ahead[task] = self._readers.submit(self._fetch, *task, images.shape[1])
-            shown = self._sample(image, batch.epoch, images[row], reading)
-            if shown is None:
-                images[row].zero_()
-            labels.append(UNREADABLE if shown is None else int(self.source.targets[shown]))
+            labels.append(self._show(image, batch.epoch, images[row], reading))
         targets.copy_(torch.tensor(labels))
         self.slow = self.fetch_seconds > SLOW * len(indices)
         reading.seconds = time.perf_counter() - began
@@ -234,39 +231,35 @@ class ImageBatches(Dataset):
         """Made with the first slow batch: in a worker, after the fork."""
         return ThreadPoolExecutor(READS)
 
-    def _sample(self, image: int, epoch: int, out: Tensor, reading: Reading) -> int | None:
-        """Write the view of ``image``, or of its replacement, into ``out``.
+    def _show(self, image: int, epoch: int, out: Tensor, reading: Reading) -> int:
+        """Write the view of ``image``, or of its replacement, into ``out``: [size, size, 3].
 
-        Returns: the index of the image shown; None if none is readable.
+        Returns: the target of the image shown. If none is readable, ``out`` is black.
         """
+        key = self.key(image, epoch)
         for step in range(len(self.source) if self.train else 1):
             if len(reading.unreadable) >= LONGEST_SEARCH:
                 break
             shown = (image + step) % len(self.source)
             try:
-                self._view(shown, self.key(image, epoch), out, reading)
-                return shown
+                pixels, cut = self._pixels(shown, key, len(out), reading)
+                view(pixels, cut, self.interpolation, out)
             except (OSError, ValueError) as error:
                 reading.unreadable.append((shown, str(error)))
-        return None
+                continue
+            if self.train and self.augment:
+                # Without workers, this is the training process: keep its random state.
+                with torch.random.fork_rng(devices=[]):
+                    torch.manual_seed(random.Random(key).getrandbits(63))
+                    # Of a copy: some transforms return their argument, and some write into it.
+                    out.copy_(self.augment(out.clone().permute(2, 0, 1)).permute(1, 2, 0))
+            return int(self.source.targets[shown])
+        out.zero_()
+        return UNREADABLE
 
     def key(self, image: int, epoch: int) -> int:
         """What seeds the augmentation of ``image`` (an index in a `Batch`) in an epoch."""
         return (self.seed << 72) | (epoch << 48) | image
-
-    def _view(self, image: int, key: int, out: Tensor, reading: Reading) -> None:
-        """Read an image and write its view: uint8 [size, size, 3]; ``key`` seeds its augmentation.
-
-        Raises: OSError, ValueError.
-        """
-        pixels, cut = self._pixels(image, key, len(out), reading)
-        view(pixels, cut, self.interpolation, out)
-        if self.train and self.augment:
-            # Without workers this is the training process, whose own random state must not change.
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(random.Random(key).getrandbits(63))
-                # Of a copy: some transforms return their argument, and some write into it.
-                out.copy_(self.augment(out.clone().permute(2, 0, 1)).permute(1, 2, 0))
 
     def _pixels(self, image: int, key: int, size: int, reading: Reading) -> tuple[Tensor, Cut]:
         """The pixels that the view of an image needs, and how to cut the view out of them."""

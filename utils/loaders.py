@@ -152,10 +152,16 @@ class RingLoader:
         is_new = self.ring.memory is None
         if is_new:
             self.ring.allocate()
-        filled = iter(self._loader)  # the first time, this forks the workers
-        if is_new and self.page_locked:
-            self.ring.lock_pages()
-        yield from filled
+        try:
+            filled = iter(self._loader)  # the first time, this forks the workers
+            if is_new and self.page_locked:
+                self.ring.lock_pages()
+            yield from filled
+        except (EOFError, ConnectionError, FileNotFoundError):
+            # A worker died while it handed a batch over: wait for SIGCHLD, whose handler raises the
+            # error that names it.
+            time.sleep(5)
+            raise
 
 
 class Worker(ForkProcess):
@@ -266,10 +272,9 @@ class Batches:
 
     def use(self, how: Preprocessing) -> None:
         """Make images as ``how`` says. Before the first iteration, which starts the workers."""
-        if isinstance(self.sampler, TrainSampler):  # the largest, where they grow
+        self.dataset.size = how.crop
+        if self.dataset.train:  # the largest, where they grow
             self.dataset.size = max(self.sampler.sizes, default=how.image_size)
-        else:
-            self.dataset.size = how.crop
         self.dataset.resize = how.val_resize_size
         self.dataset.interpolation = how.interpolation
         self._normalise_by(how.mean, how.std)
@@ -295,7 +300,7 @@ class Batches:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         before = time.perf_counter()
-        for filled in self._loaded():
+        for filled in self.loader:
             self.waited += time.perf_counter() - before
             self.reading.add(filled.reading)
             self.bad.note(filled.reading.unreadable)
@@ -316,15 +321,6 @@ class Batches:
             weight = len(targets) * sampler.slices / sampler.global_batch
             mixed = self.mix(images, targets, place) if self.mix else (images, targets, targets)
             yield MicroBatch(*mixed, weight, place, number == 0, number + 1 == sampler.accum)
-
-    def _loaded(self) -> Iterator[Filled]:
-        try:
-            yield from self.loader
-        except (EOFError, ConnectionError, FileNotFoundError):
-            # A worker died while it handed a batch over: wait for SIGCHLD, whose handler raises the
-            # error that names it.
-            time.sleep(5)
-            raise
 
     def _upload(self, images: Tensor, targets: Tensor, slot: int) -> tuple[Tensor, Tensor]:
         """The batch on the device, normalised."""

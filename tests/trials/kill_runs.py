@@ -7,9 +7,10 @@ Each of imagenet_nd.py and, with -g 2, imagenet_ddp.py, imagenet_ddp_apex.py and
 trains a tiny model of tests/stand_in on 300 drawn images: once undisturbed, then in runs that get a
 signal at a random instant, mostly in training and sometimes during start-up, and are resumed with
 --resume auto until the end. SIGKILL and SIGINT go to the process group, SIGTERM to the parent
-alone, as from `kill`. Weights and momentum must be bit-identical to those of the undisturbed run;
-each attempt must see the batches that follow its snapshot; TensorBoard curves must have the same
-points, each once and in order. Exit code 1 if anything differs. CPU only; needs pytest.
+alone, as from `kill`. The undisturbed run reads a folder, the others read tar files of it. Weights
+and momentum must be bit-identical to those of the undisturbed run; each attempt must see the
+batches that follow its snapshot; TensorBoard curves must have the same points, each once and in
+order. Exit code 1 if anything differs. CPU only; needs pytest.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import re
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from collections import Counter
@@ -62,8 +64,8 @@ class Case:
     each rank in NAME_seen/RANK_TIME, one line per step. The undisturbed one is "whole".
     """
 
-    def __init__(self, name: str, root: Path, data: Path):
-        self.name, self.root, self.data = name, root, data
+    def __init__(self, name: str, root: Path, data: Path, tars: Path | None = None):
+        self.name, self.root, self.data, self.tars = name, root, data, tars or data
         self.ranks = 1 if name == "nd" else 2
         self.signals: Counter = Counter()
         self.runs = self.steps_repeated = 0
@@ -121,7 +123,8 @@ class Case:
         """
         seen = self.root / f"{run}_seen"
         seen.mkdir(parents=True, exist_ok=True)
-        words = f"{SCRIPTS[self.name]} {RECIPE} --name {run} --output-dir {self.root} {self.data}"
+        data = self.data if run == "whole" else self.tars
+        words = f"{SCRIPTS[self.name]} {RECIPE} --name {run} --output-dir {self.root} {data}"
         env = {"STEP_SECONDS": "0.04", "SEEN_IMAGES": str(seen)}
         env[launch.LAUNCHER] = str(os.getpid())  # it ends with this trial
         with Running(*words.split(), **env) as started:
@@ -177,7 +180,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kill_runs") as temporary:
         root = (args.output_dir or Path(temporary, "runs")).resolve() / f"{args.seed}_{os.getpid()}"
         data = draw_folder(Path(temporary, "data"), train=IMAGES // 3)
-        cases = [Case(name, root / name, data) for name in SCRIPTS]
+        tars = Path(temporary, "tars")
+        tars.mkdir()
+        for part in ("train", "val"):
+            with tarfile.open(tars / f"{part}.tar", "w") as file:
+                file.add(data / part, part)
+        cases = [Case(name, root / name, data, tars) for name in SCRIPTS]
         with ThreadPoolExecutor(len(cases)) as pool:  # different scripts at the same time
             kills, seed = args.kills // len(cases), args.seed
             list(pool.map(lambda case: case.kill(kills, f"{seed} {case.name}"), cases))

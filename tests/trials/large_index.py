@@ -66,7 +66,7 @@ def measure(data: Path) -> None:
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
         print(f"{title}: {wall:.1f} s, {cpu:.1f} s of CPU, at most {peak:.0f} MB, {len(source)}")
-    batches = iter(batches_of(source, TrainSampler(len(source), BATCH, (0, 1), 1, 0), 2))
+    batches = batches_of(source, TrainSampler(len(source), BATCH, (0, 1), 1, 0), 2)
     for count in (1, STEPS):
         list(islice(batches, count))
         sizes = [f"{private_mb(one.pid):.0f}" for one in multiprocessing.active_children()]

@@ -1,4 +1,4 @@
-"""The classes of ImageNet's 50,000 validation images, which lie in one folder or tar file.
+"""The classes of ImageNet's 50,000 validation images, which are in one folder or tar file.
 
 No option: used where DATA holds ILSVRC2012_img_val.tar, and by `scripts/prepare_data.py imagenet`.
 Interface: `val_labels`. Without this file, training on the original tar files ends with an error.

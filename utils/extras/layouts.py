@@ -24,10 +24,6 @@ class Layout(NamedTuple):
     flat: Path | None = None  # validation images without class folders
     labels: Path | None = None  # the folder of the file with their classes
 
-    def without_labels(self) -> bool:
-        """Whether the classes of the validation images are not known."""
-        return self.flat is not None and self.labels is None
-
 
 def find(data: Path) -> Layout | None:
     """The layout of the folder ``data``; None if it is no known one, or the usual one."""
@@ -74,7 +70,7 @@ def advice(data: Path) -> str | None:
     words = ["imagenet", str(out), "--source", str(data)]
     words = words if layout else ["parquet", str(data), str(out)]
     line, first = shlex.join(["python", str(script), *words]), ""
-    if layout and layout.without_labels():
+    if layout and layout.flat and not layout.labels:
         names = "LOC_val_solution.csv or ILSVRC2012_devkit_t12.tar.gz"
         first = f"put {names}, which say the class of each image, into {data}, then "
     name = layout.name if layout else "Hugging Face's parquet files"

@@ -1,4 +1,4 @@
-"""Images in tar files, read where they lie: nothing is extracted.
+"""Images in tar files, read in place: nothing is extracted.
 
 No option: used where DATA/train, val or test is a folder of tar files, such as the shards that
 `scripts/prepare_data.py shards` writes, or where DATA holds train.tar, ILSVRC2012_img_train.tar or
@@ -199,11 +199,13 @@ def _make_index(
     if not by_class:
         text = f"{files[0]} has no images in class folders, none with a label beside it (KEY.cls, "
         raise _error(f"{text}KEY.json), and no tar file for each class")
-    classes = sorted(map(os.fsdecode, by_class))
-    images = [one for name in classes for one in sorted(by_class[os.fsencode(name)].items())]
-    records = np.array([record for _, record in images], RECORD)
-    paths = b"".join(path + b"\0" for path, _ in images)
-    return {name: len(by_class[os.fsencode(name)]) for name in classes}, records.tobytes() + paths
+    counts, records, paths = {}, [], []
+    for name in sorted(map(os.fsdecode, by_class)):
+        images = sorted(by_class.pop(os.fsencode(name)).items())
+        counts[name] = len(images)
+        records.append(np.array([record for _, record in images], RECORD).tobytes())
+        paths += [path + b"\0" for path, _ in images]
+    return counts, b"".join(records + paths)
 
 
 def _by_class(root: Path, tars: list["_Tar"], table: list[str]) -> dict[bytes, dict[bytes, Record]]:
@@ -240,7 +242,7 @@ def _by_class(root: Path, tars: list["_Tar"], table: list[str]) -> dict[bytes, d
                 add(val_labels[name.decode()].encode() + b"/" + name, record)
             elif root.is_dir():
                 plain[stem + b"/" + name] = record
-            # Else it lies beside the class folders and does not belong to the data set.
+            # Else it is beside the class folders and does not belong to the data set.
     # Tar files of a stream may number their images from 0 each.
     unique = len({(label, name) for label, _, name, _ in labelled}) == len(labelled)
     for label, stem, name, record in labelled:
