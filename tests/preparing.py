@@ -5,6 +5,7 @@ import contextlib
 import io
 import re
 import tarfile
+from urllib.parse import unquote
 
 import prepare_data
 from conftest import Result
@@ -78,6 +79,22 @@ def tar_bytes(members, mode="w"):
             member.size = len(data)
             tar.addfile(member, io.BytesIO(data))
     return file.getvalue()
+
+
+def members(shard):
+    """Names and bytes in a tar file, in order."""
+    with tarfile.open(shard) as tar:
+        return [(one.name, tar.extractfile(one).read()) for one in tar]
+
+
+def folder_of(out):
+    """The image folder that shards hold: path -> bytes."""
+    files = {}
+    for shard in out.glob("*/*.tar"):
+        for name, data in members(shard):
+            if not name.endswith(".cls"):
+                files[f"{shard.parent.name}/{unquote(name, errors='surrogateescape')}"] = data
+    return files
 
 
 # Three synsets with the ILSVRC2012_ID 2, 1001 and 1: n01440764, n00001740 (no class) and n01443537,

@@ -8,9 +8,8 @@ import sys
 import pyarrow
 import pytest
 import webdataset
-from preparing import fail, images, put, succeed
+from preparing import fail, folder_of, images, put, succeed
 from pyarrow import parquet
-from test_shards import folder_of
 
 from utils.errors import UserError
 from utils.folder import class_folders

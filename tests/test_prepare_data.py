@@ -12,7 +12,7 @@ import pytest
 from batches import encode, picture
 from conftest import shell
 from PIL import Image
-from preparing import SCRIPT, fail, images, put, run, said, succeed, times, tree
+from preparing import SCRIPT, fail, folder_of, images, put, run, said, succeed, times, tree
 from running import Running, wait_for_group
 from test_images import ODD
 
@@ -153,6 +153,15 @@ def test_names_and_pixels(source, shrunk):
     assert (done.code, done.err.count("copied unchanged: ")) == (0, len(BAD))
     assert all(f": train/a/{name}: " in done.err for name in BAD)
     assert "4 images cannot be decoded" in done.out
+
+
+def test_shrunk_into_shards_in_one_pass(source, shrunk, tmp_path):
+    """The same bytes, messages and classes as those of a shrunk folder."""
+    done = run("shrink", source, tmp_path / "out", *OPTIONS, "--shards", 1)
+    assert folder_of(tmp_path / "out") == images(shrunk[0])
+    assert done.code == 0 and sorted(said(done.err)) == sorted(said(shrunk[1].err))
+    assert "4 images cannot be decoded" in done.out
+    assert "nothing\n" in (tmp_path / "out/val/classes.txt").read_text()
 
 
 # ---- interruptions

@@ -15,8 +15,7 @@ import pytest
 from batches import encode, picture
 from conftest import python, shell
 from PIL import Image
-from preparing import devkit_bytes, fail, images, put, succeed, tar_bytes, times, tree
-from test_shards import folder_of
+from preparing import devkit_bytes, fail, folder_of, images, put, succeed, tar_bytes, times, tree
 from torchvision import datasets
 
 TRAIN_TAR, VAL_TAR = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"

@@ -57,13 +57,6 @@ TEXTURES: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 }
 
 
-def _image_size(rng: random.Random) -> tuple[int, int]:
-    """Width and height in pixels, varied as ImageNet's: most are landscape, near 500 x 400."""
-    long_side = rng.choice((500, 500, 500, rng.randint(400, 640)))
-    short_side = round(long_side / rng.choice((1.0, 1.25, 4 / 3, 4 / 3, 1.5, 1.5)))
-    return (short_side, long_side) if rng.random() < 0.2 else (long_side, short_side)
-
-
 def draw(seed: int, split: str, class_name: str, number: int) -> bytes:
     """Draw one image: the bytes of a JPEG file in RGB, 400 to 640 pixels on the long side.
 
@@ -72,7 +65,11 @@ def draw(seed: int, split: str, class_name: str, number: int) -> bytes:
     """
     # random.Random hashes the text the same way in every process, unlike hash().
     rng = random.Random(f"{seed}/{split}/{class_name}/{number}")
-    width, height = _image_size(rng)
+    # Sizes as ImageNet's: most images are landscape, near 500 x 400.
+    long_side = rng.choice((500, 500, 500, rng.randint(400, 640)))
+    short_side = round(long_side / rng.choice((1.0, 1.25, 4 / 3, 4 / 3, 1.5, 1.5)))
+    upright = rng.random() < 0.2
+    width, height = (short_side, long_side) if upright else (long_side, short_side)
     period, turn = rng.uniform(0.1, 0.22) * min(width, height), rng.uniform(0, math.tau)
     x = (np.arange(width) - rng.uniform(0.3, 0.7) * width) / period
     y = ((np.arange(height) - rng.uniform(0.3, 0.7) * height) / period)[:, None]
