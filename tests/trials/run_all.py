@@ -16,9 +16,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
+from conftest import draw_folder
+
 LIMIT = 1800  # seconds for one of them
 TRIALS = {  # name: what it shows, and the command
     "kills": ("killed runs continue bit for bit", "kill_runs.py --kills 100"),
+    "launchers": ("a killed launcher leaves no process", "early_kills.py --runs 60 {data}"),
     "starts": ("no way to exchange gradients hangs", "comm_starts.py --starts 60"),
     "faults": ("runs on several nodes continue after each fault", "faults.py"),
 }
@@ -31,14 +34,13 @@ def main() -> int:
     parser.add_argument("--output-dir", type=Path, default=ROOT / "runs/trials", metavar="DIR")
     args = parser.parse_args()
     folder = args.output_dir.resolve()
-    if not (folder / "data").exists():
-        from conftest import draw_folder
-
-        draw_folder(folder / "data", train=200)
+    data = folder / "data"
+    if not data.exists():
+        draw_folder(data, train=200)
     table, failed = [], 0
     for name in args.only:
         shows, line = TRIALS[name]
-        words, log, began = line.format(folder).split(), folder / f"{name}.log", time.monotonic()
+        words, log, began = line.format(data=data).split(), folder / f"{name}.log", time.monotonic()
         print(f"{name}: {' '.join(words)} > {log}", flush=True)
         # A trial ends with this program.
         command = ["setpriv", "--pdeathsig", "KILL", sys.executable, *words]
