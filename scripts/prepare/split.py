@@ -69,7 +69,8 @@ def split_folder(args: argparse.Namespace) -> None:
         for folder, _, _ in os.walk(test, topdown=False):
             with suppress(OSError):  # it holds something else
                 os.rmdir(folder)
-    print(f"{data}: train {counts[0]} images, test {counts[1]} images; `--test 0` moves them back")
+    hint = "; `--test 0` moves them back" if fraction else ""
+    print(f"{data}: train {counts[0]} images, test {counts[1]} images{hint}")
 
 
 def _move(old: Path, new: Path) -> None:
