@@ -1,4 +1,4 @@
-"""Runs beside each other: the rows of their table, in groups, and its formats."""
+"""A comparison of runs: the rows of its table, in groups, and its formats."""
 
 import csv
 import io
@@ -26,8 +26,8 @@ MACHINE = ("gpu", "driver", "cpu", "torch")
 
 
 class Row(NamedTuple):
-    """A quantity: ``of(run)`` is its value (by default the fact ``key``), ``show(value)`` its text;
-    ``key``: CSV column."""
+    """A quantity: ``of(run)`` is its value (by default the fact ``key``), ``show(value)`` its text,
+    ``key`` its column in the CSV file."""
 
     title: str
     key: str
@@ -37,8 +37,8 @@ class Row(NamedTuple):
 
 class Comparison:
     """Runs and their table. ``bases``: the runs that speeds are divided by; ``groups``: rows by the
-    group's title, without those that no run has a value for; ``values`` and ``cells``: by the keys
-    of the rows, one of each run; ``sentences``: what the table shows, in at most five; ``notes``.
+    group's title, without those that no run has a value for; ``values`` and ``cells``: by the key
+    of a row, one for each run; ``sentences``: what the table shows, in at most five; ``notes``.
     """
 
     def __init__(

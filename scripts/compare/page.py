@@ -31,8 +31,8 @@ class Chart(NamedTuple):
 
 
 def render(template: Path, **facts: Any) -> str:
-    """The page that a ``template`` makes of ``facts``. Their text is escaped: names of files and
-    classes may hold anything.
+    """Fill in a ``template``. Text in ``facts`` is escaped: names of files and classes may hold
+    anything.
 
     Raises: OSError where there is no such template.
     """

@@ -172,7 +172,7 @@ def scaling(comparison: Comparison) -> Chart | None:
 
 
 def style(i: int, runs: int) -> dict[str, Any]:
-    """The style of the ``i``-th of ``runs`` curves: from wide and pale below to thin and dark on
+    """The style of curve ``i`` of so many ``runs``: from wide and pale below to thin and dark on
     top, so that identical curves are all visible."""
     depth = i / (runs - 1) if runs > 1 else 1.0
     width = 5.0 - 3.0 * depth

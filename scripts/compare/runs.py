@@ -32,8 +32,8 @@ GENERATED = re.compile(
 @dataclass(eq=False)
 class Run:
     """A run: ``scalars[tag][epochs finished]``, rates in images/s over all processes, times in
-    seconds per step, accuracies in per cent. Of GPU/..._rankN and the like, the mean of all ranks
-    (memory: the maximum) has the tag without _rankN.
+    seconds per step, accuracies in per cent. The curves of all ranks (GPU/..._rank0, _rank1, ...)
+    are joined under the tag without _rankN: the mean, or for memory the maximum.
 
     ``hours[epochs finished]``: training time without the pauses between sessions. ``facts``:
     options and machine, as far as recorded. ``base``: the run that its speed is divided by; None if
@@ -195,7 +195,7 @@ def read(path: Path) -> Run:
         low = 0.0 if tag.startswith(("Throughput/", "Time/")) else -math.inf
         values = ranks.setdefault(re.sub(r"_rank\d+$", "", tag), {})
         for x, y in curve.items():
-            if low < y < math.inf:  # only these are plausible
+            if low < y < math.inf:  # the others are not plausible
                 values.setdefault(x + shift, []).append(y)
     for tag, values in ranks.items():
         join = max if "memory" in tag.lower() else statistics.fmean
@@ -233,7 +233,7 @@ def _take_options(value: Any, options: dict[str, Any]) -> str:
 
 
 def _facts_of_name(name: str) -> dict[str, Any]:
-    """The facts about a run in its folder's name, if a training script generated it; else {}."""
+    """The facts in a folder's name, if a training script generated it; else {}."""
     match = GENERATED.search(name)
     if not match:
         return {}

@@ -1,4 +1,4 @@
-"""What a comparison shows, in sentences: speed, time and accuracy, and what cannot be compared."""
+"""The sentences of a comparison: speed, time, accuracy, and which runs cannot be compared."""
 
 import math
 import statistics
@@ -29,7 +29,7 @@ def find_bases(runs: list[Run]) -> None:
 
 
 def differ(one: Run, other: Run, keys: Sequence[str]) -> str:
-    """Those of the facts ``keys`` that both runs recorded and that differ, with their values."""
+    """The facts among ``keys`` that differ and that both runs recorded, with their values."""
     pairs = {key: (one.facts.get(key), other.facts.get(key)) for key in keys}
     return " and ".join(
         f"{NAMES.get(key, key.replace('_', ' '))} ({number(a)}, not {number(b)})"
@@ -41,7 +41,7 @@ def differ(one: Run, other: Run, keys: Sequence[str]) -> str:
 def step_share(run: Run, part: str) -> float | None:
     """The share of a step spent on one of `STEP_PARTS`.
 
-    None for compute where communication is not measured (FSDP): it is in it.
+    None for compute if communication is not measured (FSDP): compute then includes it.
     """
     if part != "data" and run.usual("Time/communication") is None:
         return None
@@ -50,8 +50,8 @@ def step_share(run: Run, part: str) -> float | None:
 
 
 def notes(runs: list[Run]) -> list[str]:
-    """Problems of single runs, runs that cannot be compared and why, and the kind of scaling that
-    the efficiency measures."""
+    """Problems of single runs; runs that cannot be compared, and why; and which kind of scaling the
+    efficiency measures."""
     texts = [
         f"{_join(run.label for run in runs if text in run.notes)}: {text}"
         for text in dict.fromkeys(text for run in runs for text in run.notes)

@@ -32,7 +32,7 @@ def markdown_table(head: Sequence[object], rows: Sequence[Sequence[object]]) -> 
 
 
 def holds_words(cells: Sequence[str]) -> bool:
-    """Whether most of a column's cells are words: neither numbers, with a unit or not, nor `-`."""
+    """Whether most of a column's cells are words, not numbers; `-` does not count."""
     known = [cell for cell in cells if cell not in ("", NONE)]
     return 2 * sum(not NUMBER.match(cell) for cell in known) > len(known)
 
@@ -50,10 +50,10 @@ def fence(text: str) -> str:
 
 
 def put(file: Path, tool: str, title: str, section: str) -> None:
-    """Write a ``section`` of Markdown into ``file``; nothing else in it is touched.
+    """Write a ``section`` of Markdown into ``file``; the rest of the file stays.
 
-    Two comments that name ``tool`` and ``title`` enclose it; a new section goes to the end. Raises
-    `UserError` for markers that do not make a pair.
+    Two comments that name ``tool`` and ``title`` enclose the section; a new one goes to the end.
+    Raises: `UserError` for comments that do not make a pair.
     """
     key = re.sub(r"[^\w.]+", "-", title.lower()).strip("-") or "comparison"
     begin, end = f"<!-- {tool} begin {key} -->", f"<!-- {tool} end {key} -->"

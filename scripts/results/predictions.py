@@ -95,13 +95,13 @@ class Predictions:
         return Path(self.batches.dataset.source.root)
 
     def picture(self, row: int) -> str:
-        """What the model sees of an image, small, as a data URL."""
+        """The image as the model sees it, small, as a data URL."""
         pixels, *_ = self.batches.dataset.__getitems__(Batch(0, self.indices[row : row + 1]))
         return data_url(pixels[0])
 
 
 def data_url(pixels: Tensor) -> str:
-    """A small JPEG picture of ``pixels`` (uint8 [h, w, 3]), as an address that holds all of it."""
+    """A small JPEG picture of ``pixels`` (uint8 [h, w, 3]), inside an address (a data URL)."""
     picture, buffer = Image.fromarray(pixels.numpy()), io.BytesIO()
     picture.thumbnail((THUMBNAIL, THUMBNAIL))
     picture.save(buffer, "JPEG", quality=85)
@@ -178,7 +178,7 @@ def predict(best: Best, args: Any, world: World) -> Predictions:
 
 
 def write_csv(result: Predictions, path: Path) -> None:
-    """A line for each image: see the header. Raises: OSError."""
+    """Write a line for each image; the header names the columns. Raises: OSError."""
     header = ["path", "true", "predicted", "probability", "probability_of_true", "loss"]
     count, names = result.top.shape[1], result.classes
     header += [f"{name}{i}" for i in range(2, count + 1) for name in ("class", "probability")]
