@@ -12,7 +12,7 @@ off, fp16 or bf16 (--amp), channels_last (examples, torchvision), compile, x2 (t
 options of the loop as NAME=VALUE, such as compile=max-autotune or comm=int8.
 
 Without --data, the bench times the training step alone, on one batch that is used again and again.
-With --data, it trains an epoch on image files and evaluates. Each case then trains on few images,
+With --data, it trains an epoch on image files. Each case then trains on few images,
 and again on more. Only the difference counts, so start-up and evaluation are not included. --peer
 adds a script of another project; {data} in its command is replaced by the folder.
 
@@ -146,7 +146,7 @@ def measure(args: argparse.Namespace) -> dict[str, list[rounds.Figures]]:
         command(case, args, Path())
     peers = dict(one.partition("=")[::2] for one in args.peer)
     if not all(peers.values()) or (peers and not args.data):
-        raise UserError("--peer takes NAME=COMMAND, and goes with --data")
+        raise UserError("--peer takes NAME=COMMAND, and needs --data")
     with tempfile.TemporaryDirectory() as place:
         runs = Path(place) / "runs"
         few_and_more = link_images(args, Path(place)) if args.data else []

@@ -6,9 +6,10 @@
 
 ``examples``: pytorch/examples' imagenet/main.py: float32, three numbers to the host in every step
 before backward. ``torchvision``: torchvision's references/classification: cuDNN's benchmark mode,
---amp with a GradScaler, blocking uploads, and the numbers to the host after the step. Without
---data they repeat one batch, which stays on the device, and are timed as by --dummy of this suite;
-the last line is JSON. Under torchrun both use DistributedDataParallel with its defaults.
+--amp with a GradScaler, blocking uploads, and the numbers to the host after the step. With --data
+they train an epoch, without evaluation. Without --data they repeat one batch, which stays on the
+device, and are timed as by --dummy of this suite; the last line is JSON. Under torchrun both use
+DistributedDataParallel with its defaults.
 """
 
 import argparse
@@ -103,17 +104,8 @@ def main() -> None:
             if len(meters["time"]) % 10 == 1:
                 print(*(f"{name} {sum(each) / len(each):.4f}" for name, each in meters.items()))
 
-    @torch.no_grad()
-    def evaluate(batches: Iterable[Any]) -> None:
-        model.eval()
-        for batch in batches:
-            images, targets = (part.to(device) for part in batch)
-            logits = model(images)
-            measure_accuracy(criterion(logits, targets), logits, targets)
-
     if args.data:
-        train(loader(args, "train"))
-        evaluate(loader(args, "val"))
+        train(loader(args))
     else:
         control = dist.new_group(backend="gloo") if size > 1 else None
         world = World(device, rank, size, rank, size, 1, control)
@@ -128,16 +120,13 @@ def main() -> None:
         dist.destroy_process_group()
 
 
-def loader(args: argparse.Namespace, part: str) -> DataLoader:
-    """The usual loader of a folder of images."""
-    size = args.image_size
-    cut = [v2.Resize(size * 256 // 224), v2.CenterCrop(size)]
-    if part == "train":
-        cut = [v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()]
-    steps = [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
-    images = datasets.ImageFolder(args.data / part, v2.Compose(cut + steps))
+def loader(args: argparse.Namespace) -> DataLoader:
+    """The usual loader of a folder of training images."""
+    steps = [v2.RandomResizedCrop(args.image_size), v2.RandomHorizontalFlip(), v2.PILToTensor()]
+    steps += [v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
+    images = datasets.ImageFolder(args.data / "train", v2.Compose(steps))
     options = {"num_workers": args.workers, "pin_memory": torch.cuda.is_available()}
-    return DataLoader(images, args.batch_size, shuffle=part == "train", **options)
+    return DataLoader(images, args.batch_size, shuffle=True, **options)
 
 
 if __name__ == "__main__":

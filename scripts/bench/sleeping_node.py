@@ -38,8 +38,10 @@ Shape = tuple[int, ...]
 
 
 class SleepingModel(nn.Module):
-    """A model whose step sleeps ``compute_s`` seconds; its gradients arrive as ``gradients`` tells:
-    pairs of the share of the compute done by then, and a shape."""
+    """A model whose step sleeps ``compute_s`` seconds.
+
+    ``gradients``, in the order of their arrival: share of the compute that is done by then, shape.
+    """
 
     def __init__(self, gradients: list[tuple[float, Shape]], compute_s: float):
         super().__init__()
