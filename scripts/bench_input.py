@@ -38,7 +38,7 @@ from bench import commands, photographs, pipelines, rounds
 
 from utils.errors import UserError
 from utils.folder import Source, class_folders, open_source
-from utils.option_types import count, number, positive
+from utils.option_types import count, list_of, number, positive
 from utils.samplers import Batch, epoch_order
 
 BATCH = 64
@@ -110,7 +110,7 @@ def parse() -> argparse.Namespace:
     add("--batches", type=positive, default=40, metavar="N", help=text)
     add("-j", "--workers", type=count, default=2, metavar="N", help="data loading workers (2)")
     text = "compare a folder, tar files and pytorch/examples on disks with these delays"
-    add("--latency", type=latencies, metavar="MS,MS", help=text)
+    add("--latency", type=list_of(number(float, 0, 1000)), metavar="MS,MS", help=text)
     text = "images to make without DATA (1500)"
     add("--images", type=positive, default=1500, metavar="N", help=text)
     text = "folder of photographs to cut them from; default: those of the Debian packages "
@@ -119,11 +119,6 @@ def parse() -> argparse.Namespace:
     cache, text = ROOT / "data/bench", "folder for these images and copies (%(default)s)"
     add("--cache", type=lambda x: Path(x).resolve(), default=cache, metavar="DIR", help=text)
     return parser.parse_args()
-
-
-def latencies(text: str) -> list[float]:
-    """The type of ``--latency``: milliseconds, such as 0,1,5."""
-    return [number(float, 0, 1000)(part) for part in text.split(",")]
 
 
 def made_images(args: argparse.Namespace) -> Path:
