@@ -15,6 +15,7 @@ Values that are read where waiting is allowed are made up: 1. Only the first GPU
 import ctypes
 import platform
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -136,7 +137,8 @@ class Gpu(TorchDispatchMode):
         self.memory: dict[int, Memory] = {}
         self.locked: list[range] = []  # addresses that were page-locked where they lie
         self.heavy: set[torch.dtype] = set()
-        self.collectives: set[tuple[str, torch.dtype]] = set()
+        self.collectives: Counter[tuple[str, torch.dtype]] = Counter()
+        self.replica: dict[str, Any] = {}  # what DistributedDataParallel was called with
         self.gloo: set[str] = set()  # names of process groups
         self.sent: list[Tensor] = []  # the result of the last collective
         self.lost: list[Memory] = []  # what was `unrecorded` after a step
@@ -264,7 +266,7 @@ class Gpu(TorchDispatchMode):
     def _collective(self, func: Any, args: tuple, tensors: list[Tensor]) -> Any:
         """A collective of NCCL's, in a stream of its own."""
         (dtype,) = {tensor.dtype for tensor in tensors}
-        self.collectives.add((func.__name__, dtype))
+        self.collectives[func.__name__, dtype] += 1
         self.nccl.wait_stream(self.stream)
         self.nccl.count += 1
         self.sent = list(tensors_in(args[:1]))

@@ -153,9 +153,16 @@ def work_future(work: FakeWork) -> Future:
     return future
 
 
-def ddp_init(self: DistributedDataParallel, module: nn.Module, **_: Any) -> None:
+def sync_bn_forward(self: nn.SyncBatchNorm, images: Tensor) -> Tensor:
+    """SyncBatchNorm.forward, without the exchange of statistics, which is noted."""
+    gpu().collectives["batch_norm", torch.float32] += 1
+    return nn.BatchNorm2d.forward(self, images)
+
+
+def ddp_init(self: DistributedDataParallel, module: nn.Module, **options: Any) -> None:
     """DistributedDataParallel.__init__: each gradient is exchanged as soon as it is there."""
     nn.Module.__init__(self)
+    gpu().replica = options
     self.module, self.require_backward_grad_sync = module, True
     self.hook = dist.group.WORLD, allreduce_hook
     means: list[tuple[nn.Parameter, Future]] = []
@@ -238,7 +245,7 @@ def fake_cuda(devices: int = 1) -> Iterator[Gpu]:
         patch(fake_tensor.FakeTensorMode, avoid_device_init=True)
         patch(Tensor, numpy=numpy, pin_memory=pin_memory, record_stream=record_stream)
         patch(nn.DataParallel, forward=dp_forward)
-        patch(nn.SyncBatchNorm, forward=nn.BatchNorm2d.forward)
+        patch(nn.SyncBatchNorm, forward=sync_bn_forward)
         patch(
             dist,
             init_process_group=init_process_group,

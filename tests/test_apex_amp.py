@@ -186,3 +186,6 @@ def test_precision(monkeypatch, capsys, device, asked, fast, sizes, precision, w
     said = capsys.readouterr().out
     assert words in said
     assert bool(words) == bool(said)
+    if words == "AMX":  # but another process has none
+        monkeypatch.setattr(amp, "gather", lambda own, world: [own, False])
+        assert amp.autocast_dtype(args, world.World(torch.device(device))) is None

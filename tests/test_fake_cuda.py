@@ -52,7 +52,7 @@ def names(dtypes):
         (DP, f"--optimizer adamw {MIXED}", "float16", ""),
         (DP, f"--amp bf16 --freeze {EVERYTHING}", "bfloat16", ""),
         (DDP, f"--comm fp32 --sync-bn {EVERYTHING}", "float16", "float32"),
-        (DDP, f"--comm fp16 {MIXED}", "float16", "float16"),
+        (DDP, f"--comm fp16 --bucket-mb 3 {MIXED}", "float16", "float16"),
         (DDP, "--comm bf16 --amp off", "float32", "bfloat16"),
         (DDP, f"--comm int4 {EVERYTHING}", "float16", "uint8"),
         (DDP, "--comm powersgd:2 --epochs 2", "float16 float32", "float32"),
@@ -72,19 +72,32 @@ def test_dtypes(train, script, options, computes, travels):
     assert names(done.gpu.heavy) == computes
     assert names(done.gpu.optimised) == ("float16" if "O3" in options else "float32")
     assert travels in names(sort for _, sort in done.gpu.collectives)
+    assert ("--sync-bn" in options) == any(name == "batch_norm" for name, _ in done.gpu.collectives)
     assert done.gpu.collectives or not done.gpu.lost
     assert summary(done.folder)["hardware"]["GPU/utilisation_rank0"] == 87
+    if script == DDP:
+        assert done.gpu.replica["bucket_cap_mb"] == (3 if "--bucket-mb" in options else None)
     scaled = "float16" in computes.split() or script == APEX
     assert ("Amp/scale" in scalars(done.folder)) == scaled
 
 
 def test_a_model_in_parts(train):
     done = train(FSDP, *split(f"--sync-bn --reshard node {EVERYTHING}"))
+    assert ("batch_norm", torch.float32) in done.gpu.collectives
     assert (names(done.gpu.heavy), names(done.gpu.optimised)) == ("float16", "float32")
     travels = {"_allgather_base_": "float16 float32", "_reduce_scatter_base_": "float32"}
     for kind, dtypes in travels.items():
         found = {sort for name, sort in done.gpu.collectives if name.startswith(kind)}
         assert names(found) == dtypes
+
+
+def test_weights_that_stay_gathered_travel_once_a_step(train):
+    counts = []
+    for reshard in ("none", "full"):
+        done = train(FSDP, "--reshard", reshard, "--name", reshard)
+        found = done.gpu.collectives.items()
+        counts.append(sum(n for (name, _), n in found if name.startswith("_allgather_base_")))
+    assert counts[0] < counts[1]
 
 
 def test_one_node_of_four(train):

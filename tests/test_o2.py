@@ -207,6 +207,12 @@ def test_options_override_the_level(capsys):
     assert "--loss-scale" in capsys.readouterr().err
 
 
+def test_an_all_reduce_that_is_delayed_has_one_bucket(process_group):
+    model = nn.Linear(1000, 1000)
+    usual, delayed = (DistributedDataParallel(model, delay_allreduce=x) for x in (False, True))
+    assert usual.bucket_bytes_cap < 2**30 < delayed.bucket_bytes_cap
+
+
 # ---- two processes
 
 STEPS, USUAL, OVERFLOWS = 4, [1] * 4, [1e8, 1, 1e8, 1]

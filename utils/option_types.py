@@ -8,13 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from utils.errors import (
-    BAD_INPUT,
-    UserError,
-    is_reported_by_another,
-    printable,
-    tell_torchrun,
-)
+from utils.errors import BAD_INPUT, UserError, is_reported_by_another, printable, tell_torchrun
 
 
 class Parser(argparse.ArgumentParser):
@@ -31,12 +25,12 @@ class Parser(argparse.ArgumentParser):
             message = f"unknown option {unknown[1]}"
             if similar := difflib.get_close_matches(unknown[1], self.option_names, 1):
                 message += f": did you mean {similar[0]}?"
-        message = printable(message)
-        error = UserError(message, on_every_rank=True)
+        text = f"error: {printable(message)} (see --help)"
+        error = UserError(text, on_every_rank=True)
         if is_reported_by_another(error):
             raise error
-        tell_torchrun(f"error: {message} (see --help)")
-        self.exit(BAD_INPUT, f"{self.prog}: error: {message} (see --help)\n")
+        tell_torchrun(text)
+        self.exit(BAD_INPUT, f"{self.prog}: {text}\n")
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -55,7 +49,6 @@ def number(
 
     With ``exclusive``, ``low`` itself is refused.
     """
-
     limits = f"{'more than' if exclusive else 'at least'} {low}"
     limits += f" and at most {high:.12g}" if high < math.inf else ""
 
@@ -87,17 +80,12 @@ def from_environment(name: str, kind: Callable[[str], Any], default: Any = None)
     Raises: `UserError` for a value that is not of this kind.
     """
     text = os.environ.get(name)
-    if text is None:
-        return default
     try:
-        return kind(text)
-    except argparse.ArgumentTypeError as error:
-        reason = str(error)
-    except ValueError:
-        reason = f"{text!r} is not a {kind.__name__}"
-    raise UserError(
-        f"the environment variable {name}={text} is wrong: {reason}", on_every_rank=True
-    )
+        return default if text is None else kind(text)
+    except (argparse.ArgumentTypeError, ValueError) as error:
+        reason = f"{text!r} is not a {kind.__name__}" if isinstance(error, ValueError) else error
+        message = f"the environment variable {name}={text} is wrong: {reason}"
+        raise UserError(message, on_every_rank=True) from None
 
 
 def accuracy(text: str) -> float:
@@ -135,9 +123,8 @@ def batch_range(text: str) -> str:
 def http(text: str) -> str:
     """The URL of a service."""
     if not text.startswith(("http://", "https://")):
-        raise argparse.ArgumentTypeError(
-            f"{text} is not an http:// URL; the option goes after DATA"
-        )
+        problem = f"{text} is not an http:// URL; the option goes after DATA"
+        raise argparse.ArgumentTypeError(problem)
     return text
 
 
