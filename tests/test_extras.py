@@ -18,7 +18,7 @@ del EXTRAS["__init__"]
 MODES = {
     "imagenet_nd": (),
     "imagenet_ddp": (),
-    "imagenet_fsdp": ("fsdp", "model_parts"),
+    "imagenet_fsdp": ("fsdp", "blocks"),
     "imagenet_ddp_apex": ("apex", "o2"),
 }
 OPTION = r"(?<![\w-])--?[a-z][a-z-]*"

@@ -15,7 +15,7 @@ from torchvision.ops import StochasticDepth
 
 from utils import models
 from utils.errors import UserError
-from utils.extras import blocks, foreign, model_parts
+from utils.extras import blocks, foreign
 from utils.preprocessing import Preprocessing
 
 
@@ -118,7 +118,7 @@ def test_images_as_the_file_says(typed, folder, tmp_path):
 def test_a_frozen_model_trains_its_head_alone():
     model, images = small_resnet(), torch.randn(4, 3, 32, 32)
     before = copy.deepcopy(model.state_dict())
-    blocks.freeze(model, model_parts.head_of(model, 5))
+    blocks.freeze(model, blocks.head_of(model, 5))
     model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     for wrapper in (model, nn.DataParallel(model), copy.deepcopy(model)):
         wrapper.train()

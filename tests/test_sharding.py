@@ -11,7 +11,7 @@ from joined import Job, run_jobs
 from running import assert_same_weights, same, snapshot
 from torchvision.models import get_model
 
-from utils.extras import fsdp, model_parts
+from utils.extras import blocks, fsdp
 from utils.world import World
 
 CURVES = ("Loss/train", "Top1/train", "Top5/train", "Loss/val", "Top1/val", "Top5/val", "Lr")
@@ -144,7 +144,7 @@ def test_bytes_that_travel(reshard, dtype, sent):
 def test_blocks_are_found_by_the_models_structure(arch, repeated, chosen, rest):
     with torch.device("meta"):
         model = get_model(arch)
-    assert len(model_parts.repeated(model)) == repeated
+    assert len(blocks.repeated(model)) == repeated
     found = fsdp.units(model)
     assert Counter(type(block).__name__ for block in found) == chosen
     assert fsdp.size(model) - sum(map(fsdp.size, found)) <= rest * fsdp.size(model)

@@ -1,8 +1,9 @@
 """Options that change a built model: --freeze, --zero-init-gamma, --drop-path,
---activation-checkpointing.
+--activation-checkpointing. Also the last layer and the repeated blocks of a model.
 
-Interface: `change` and `drop_path`, which `utils.models` calls with the new model. Without this
-file, models stay as torchvision or timm makes them.
+Interface: `change` and `drop_path`, which `utils.models` calls with the new model; `head_of` and
+`repeated`, for other extras. Without this file, models stay as torchvision or timm makes them, and
+``--pretrained`` and imagenet_fsdp.py do not work.
 """
 
 from collections import Counter
@@ -18,8 +19,57 @@ from torch.utils.checkpoint import checkpoint
 from torchvision.models import resnet
 from torchvision.ops import StochasticDepth
 
-from utils import addons
 from utils.errors import UserError
+
+SEQUENCES = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+# ---- parts of a model
+
+
+def head_of(model: nn.Module, classes: int) -> str:
+    """The name of the last layer, with ``classes`` logits. Raises: `UserError`."""
+    own = model.get_classifier() if hasattr(model, "get_classifier") else None  # timm's
+    head = ""
+    for name, layer in model.named_modules():
+        if layer is own:
+            return name
+        width = getattr(layer, "out_features", getattr(layer, "out_channels", None))
+        if isinstance(layer, (nn.Linear, nn.Conv2d)) and width == classes:
+            head = name
+    if not head:
+        raise UserError(f"this model has no last layer of {classes} classes", on_every_rank=True)
+    return head
+
+
+def repeated(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of a model, in order: its outermost modules of a class that it has twice.
+
+    Not layers of torch itself, sequences of modules, or stages, which are rows of blocks.
+    """
+    kinds = Counter(type(module) for module in model.modules() if _is_block(module))
+
+    def search(module: nn.Module) -> Iterator[nn.Module]:
+        for child in module.children():
+            if kinds[type(child)] > 1:
+                yield child
+            else:
+                yield from search(child)
+
+    return list(search(model))
+
+
+def _is_block(module: nn.Module) -> bool:
+    kind, children = type(module), list(module.children())
+    if isinstance(module, SEQUENCES) or kind.__module__.startswith("torch.nn"):
+        return False
+    if len(children) == 1 and isinstance(children[0], SEQUENCES):
+        row = list(children[0].children())
+        if all(map(_is_block, row)) and len(set(map(type, row))) == 1:
+            return False  # a stage
+    return bool(children) and not kind.__name__.endswith("Stage")  # timm's
+
+
+# ---- options
 
 
 def change(model: nn.Module, args: Any, classes: int) -> list[str]:
@@ -28,7 +78,7 @@ def change(model: nn.Module, args: Any, classes: int) -> list[str]:
     if args.zero_init_gamma:
         zero_init_gamma(model)
     if args.freeze:
-        head = addons.extra("model_parts").head_of(model, classes)
+        head = head_of(model, classes)
         freeze(model, head)
         notes.append(f"--freeze: only {head} is trained")
     if args.activation_checkpointing:
@@ -123,7 +173,7 @@ def checkpoint_blocks(model: nn.Module) -> str:
 
     Raises: `UserError` for a model without repeated blocks.
     """
-    blocks = addons.extra("model_parts").repeated(model)
+    blocks = repeated(model)
     if not blocks:
         text = "--activation-checkpointing: this model has no repeated blocks: leave it out"
         raise UserError(text, on_every_rank=True)

@@ -69,7 +69,7 @@ def with_published_weights(arch: str, classes: int, image_size: int) -> nn.Modul
     if arch == "inception_v3":  # torchvision removes those of googlenet
         model.aux_logits, model.AuxLogits = False, None
     if classes != 1000:
-        name = addons.extra("model_parts").head_of(model, 1000)
+        name = addons.extra("blocks").head_of(model, 1000)
         old = model.get_submodule(name)
         if isinstance(old, nn.Linear):
             new: nn.Module = nn.Linear(old.in_features, classes, bias=old.bias is not None)
@@ -144,7 +144,7 @@ def load_weights(model: nn.Module, file: str, arch: str, classes: int) -> list[s
     another model.
     """
     path, content = Path(file), read_weights(file)
-    head = addons.extra("model_parts").head_of(model, classes)
+    head = addons.extra("blocks").head_of(model, classes)
     if isinstance(saved := content.get("arch"), str) and saved != arch:
         raise UserError(f"{path} is a {saved}: use -a {saved} to load it", on_every_rank=True)
     saved_weights, note = plain_weights(content, path)

@@ -81,7 +81,7 @@ def parts(model: nn.Module, dtype: torch.dtype | None) -> list[tuple[Any, Any]]:
 def units(model: nn.Module) -> list[nn.Module]:
     """The modules that are sharded separately: the blocks that a model repeats, and large layers
     outside of them (those of a VGG). The rest is small, or not recognised."""
-    blocks = [b for b in addons.extra("model_parts").repeated(model) if size(b) >= SMALL]
+    blocks = [b for b in addons.extra("blocks").repeated(model) if size(b) >= SMALL]
     return blocks + [layer for layer in _layers(model) if size(layer) >= LARGE]
 
 
