@@ -63,8 +63,8 @@ def train(args: Namespace, world: World) -> int:
 
     amp_dtype = amp.autocast_dtype(args, world)
 
-    # ---- data: an order of images that seed and epoch fix (utils/samplers.py); each rank takes its
-    # slice of every global batch of DATA/train, and each image of DATA/val is evaluated once
+    # ---- data: the order of images is a function of seed and epoch (utils/samplers.py). Each rank
+    # takes its slice of every global batch of DATA/train. Each image of DATA/val is evaluated once
     loaders = build_loaders(args, world, dtype=amp_dtype or torch.float32)
 
     # ---- model
@@ -80,18 +80,18 @@ def train(args: Namespace, world: World) -> int:
         bucket_cap_mb=args.bucket_mb,
         gradient_as_bucket_view=True,
     )
-    replica.broadcast_buffers = False  # evaluation takes over rank 0's; training does not use them
+    replica.broadcast_buffers = False  # evaluation copies those of rank 0
 
     # ---- optimiser and mixed precision
     optimizer = optim.build(args, model)
     criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
     scaler = torch.amp.GradScaler(device.type, enabled=amp_dtype is torch.float16)
 
-    # ---- communication: what the gradients are while they travel
+    # ---- gradient compression
     form_buckets(replica, world, args)
-    comm = addons.exchange(replica, args, world, scaler)  # None: as DDP does
+    comm = addons.exchange(replica, args, world, scaler)  # --comm; None: as DDP does
 
-    forward = addons.compiled(replica, args)  # as it is without --compile
+    forward = addons.compiled(replica, args)  # unchanged without --compile
 
     # ---- the training step
     def train_step(
@@ -103,7 +103,7 @@ def train(args: Namespace, world: World) -> int:
         ``weight`` scales its mean loss, so that gradients, averaged over ranks and added up over
         micro-batches, are those of the global batch. With ``update`` the step ends: weights change.
         """
-        # Only the last micro-batch of a step pays for the all-reduce.
+        # Only the last micro-batch of a step all-reduces the gradients.
         with nullcontext() if update else replica.no_sync():
             with torch.autocast(device.type, amp_dtype, enabled=amp_dtype is not None):
                 logits = forward(images)

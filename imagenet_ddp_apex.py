@@ -42,7 +42,7 @@ def parser() -> ArgumentParser:
 
 def main() -> int:
     args = options.parse(parser())
-    apex.check(args)  # options that do not go together are reported before processes start
+    apex.check(args)  # report wrong options before processes start
     return launch.run(worker, args)  # in each process of this node
 
 
@@ -60,8 +60,8 @@ def train(args: Namespace, world: World) -> int:
 
     amp, parallel = apex.amp_and_parallel(args, world)  # from apex import amp, parallel
 
-    # ---- data: an order of images that seed and epoch fix (utils/samplers.py); each rank takes its
-    # slice of every global batch of DATA/train, and each image of DATA/val is evaluated once
+    # ---- data: the order of images is a function of seed and epoch (utils/samplers.py). Each rank
+    # takes its slice of every global batch of DATA/train. Each image of DATA/val is evaluated once
     loaders = build_loaders(args, world, dtype=o2.from_args(args).input_dtype)
 
     # ---- model
@@ -70,7 +70,7 @@ def train(args: Namespace, world: World) -> int:
     if args.sync_bn:
         model = parallel.convert_syncbn_model(model)
 
-    # ---- optimiser and mixed precision: float16 weights, of which it gets float32 masters
+    # ---- optimiser and mixed precision: float16 weights with float32 masters
     optimizer = optim.build(args, model)
     criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
     model, optimizer = amp.initialize(
@@ -91,7 +91,7 @@ def train(args: Namespace, world: World) -> int:
 
     form_buckets(replica, world, args)
 
-    forward = addons.compiled(replica, args)  # as it is without --compile
+    forward = addons.compiled(replica, args)  # unchanged without --compile
 
     # ---- the training step
     def train_step(
@@ -103,7 +103,7 @@ def train(args: Namespace, world: World) -> int:
         ``weight`` scales its mean loss, so that gradients, averaged over ranks and added up over
         micro-batches, are those of the global batch. With ``update`` the step ends: weights change.
         """
-        # Only the last micro-batch of a step pays for the all-reduce.
+        # Only the last micro-batch of a step all-reduces the gradients.
         with nullcontext() if update else replica.no_sync():
             logits = forward(images)
             loss = criterion(logits, targets)

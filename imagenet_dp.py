@@ -45,8 +45,8 @@ def train(args: Namespace, world: World) -> int:
 
     amp_dtype = amp.autocast_dtype(args, world)
 
-    # ---- data: an order of images that seed and epoch fix (utils/samplers.py); each rank takes its
-    # slice of every global batch of DATA/train, and each image of DATA/val is evaluated once
+    # ---- data: the order of images is a function of seed and epoch (utils/samplers.py). Each rank
+    # takes its slice of every global batch of DATA/train. Each image of DATA/val is evaluated once
     loaders = build_loaders(args, world, dtype=amp_dtype or torch.float32)
 
     # ---- model
@@ -61,7 +61,7 @@ def train(args: Namespace, world: World) -> int:
     criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
     scaler = torch.amp.GradScaler(device.type, enabled=amp_dtype is torch.float16)
 
-    forward = addons.compiled(parallel, args)  # as it is without --compile
+    forward = addons.compiled(parallel, args)  # unchanged without --compile
 
     # ---- the training step
     def train_step(

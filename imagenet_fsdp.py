@@ -62,14 +62,14 @@ def train(args: Namespace, world: World) -> int:
 
     amp_dtype = amp.autocast_dtype(args, world)
 
-    # ---- data: an order of images that seed and epoch fix (utils/samplers.py); each rank takes its
-    # slice of every global batch of DATA/train, and each image of DATA/val is evaluated once
+    # ---- data: the order of images is a function of seed and epoch (utils/samplers.py). Each rank
+    # takes its slice of every global batch of DATA/train. Each image of DATA/val is evaluated once
     loaders = build_loaders(args, world, dtype=amp_dtype or torch.float32)
 
     # ---- model
     model = models.build(args, len(loaders.classes))
 
-    # ---- fully sharded data parallelism: processes start with equal weights, and keep a part each
+    # ---- fully sharded data parallelism: processes start equal, and keep a shard each
     copy_from_rank0(model, world)
     if args.sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -87,7 +87,7 @@ def train(args: Namespace, world: World) -> int:
     criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
     scaler = torch.amp.GradScaler(device.type, enabled=amp_dtype is torch.float16)
 
-    forward = addons.compiled(model, args)  # as it is without --compile
+    forward = addons.compiled(model, args)  # unchanged without --compile
 
     # ---- the training step
     def train_step(
@@ -99,7 +99,7 @@ def train(args: Namespace, world: World) -> int:
         ``weight`` scales its mean loss, so that gradients, averaged over ranks and added up over
         micro-batches, are those of the global batch. With ``update`` the step ends: weights change.
         """
-        # Only the last micro-batch of a step pays for scattering the gradients.
+        # Only the last micro-batch of a step scatters the gradients.
         model.set_requires_gradient_sync(update)
         with torch.autocast(device.type, amp_dtype, enabled=amp_dtype is not None):
             logits = forward(images)

@@ -42,7 +42,7 @@ aten = torch.ops.aten
 COPIES = {aten._to_copy.default, aten.copy_.default, aten._foreach_copy_.default}
 # What a tensor core would do; `Gpu.heavy` has the dtypes.
 HEAVY = {"convolution", "convolution_backward", "mm", "addmm", "bmm", "baddbmm"}
-# Kernels that change rows of tensors in place, which torch cannot play on fake ones.
+# Kernels that change rows of tensors in place, which torch cannot do on fake ones.
 FUSED = {
     aten._fused_sgd_,
     aten._fused_adamw_,
@@ -194,8 +194,8 @@ class Gpu(TorchDispatchMode):
 
     def unrecorded(self) -> list[Memory]:
         """Memory that a stream has used on which it was not allocated, without record_stream."""
-        found = [m for m in self.memory.values() if m.home and m.users - m.recorded - {m.home}]
-        return [m for m in found if m.alive.expired()]
+        strangers = [m for m in self.memory.values() if m.home and m.users - m.recorded - {m.home}]
+        return [m for m in strangers if m.alive.expired()]
 
     # ---- operations
 
@@ -329,7 +329,7 @@ _on: list[Gpu] = []
 
 
 def gpu() -> Gpu:
-    """The GPU that is played."""
+    """The simulated GPU."""
     return _on[-1]
 
 
@@ -358,7 +358,7 @@ ASKED = (
 PAGE = 65536  # the largest there is
 
 
-def playable() -> bool:
+def can_simulate() -> bool:
     """Whether this machine's processor is one for which `autograd_without_accelerator` works."""
     return sys.platform == "linux" and platform.machine() in NOTHING
 

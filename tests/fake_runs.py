@@ -1,4 +1,4 @@
-"""The training scripts from their command lines to their ends on a GPU that is played."""
+"""The training scripts from their command lines to their ends on a simulated GPU."""
 
 import logging
 import runpy

@@ -108,10 +108,10 @@ def new_group(ranks: list[int] | None = None, backend: str = "", **_: Any) -> di
     return group
 
 
-def all_gather_object(found: list[Any] | None, value: Any, group: Any = None) -> None:
+def all_gather_object(values: list[Any] | None, value: Any, group: Any = None) -> None:
     """What this process has, from all."""
-    if found is not None:
-        found[:] = [value] * len(found)
+    if values is not None:
+        values[:] = [value] * len(values)
 
 
 # torch.futures.Future; what waits for it goes on in the stream, not on the host.
@@ -251,7 +251,7 @@ def fake_cuda(devices: int = 1) -> Iterator[Gpu]:
             init_process_group=init_process_group,
             new_group=new_group,
             all_gather_object=all_gather_object,
-            gather_object=lambda value, found, group: all_gather_object(found, value),
+            gather_object=lambda value, values, group: all_gather_object(values, value),
             broadcast_object_list=lambda objects, src, group: None,
         )
         patch(FakeWork, wait=work_wait, get_future=work_future)

@@ -148,7 +148,7 @@ def _observed(path: str, stop: int) -> Iterator[None]:
     from torch.nn.parallel import DistributedDataParallel
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    found: dict[str, Any] = {"synced": []}
+    seen: dict[str, Any] = {"synced": []}
     models, steps = [], 0
 
     def bytes_of(tensors: Iterable[Any]) -> int:
@@ -159,23 +159,23 @@ def _observed(path: str, stop: int) -> Iterator[None]:
         if isinstance(module, (DistributedDataParallel, FSDPModule)) and not models:
             models.append(module)  # the whole one, which is called before its parts
         if isinstance(module, DistributedDataParallel) and module.training:
-            found["synced"].append(module.require_backward_grad_sync)
+            seen["synced"].append(module.require_backward_grad_sync)
 
     def see_step(optimizer: Any, *_: Any) -> None:
         nonlocal steps
         steps += 1
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         kept = [value for entry in optimizer.state.values() for value in entry.values()]
-        found["parameters"] = bytes_of(weights)
-        found["gradients"] = bytes_of(weight.grad for weight in weights)
-        found["optimizer"] = bytes_of(kept)
+        seen["parameters"] = bytes_of(weights)
+        seen["gradients"] = bytes_of(weight.grad for weight in weights)
+        seen["optimizer"] = bytes_of(kept)
         if steps == stop:
             os.kill(os.getpid(), signal.SIGTERM)
 
     request_sync = FSDPModule.set_requires_gradient_sync
 
     def see_request(model: Any, sync: bool) -> None:
-        found["synced"].append(sync)
+        seen["synced"].append(sync)
         request_sync(model, sync)
 
     hooks = [register_module_forward_pre_hook(see_forward)]
@@ -186,8 +186,8 @@ def _observed(path: str, stop: int) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-        found["at_end"] = bytes_of(models[0].parameters()) if models else 0
-        Path(path).write_text(json.dumps(found))
+        seen["at_end"] = bytes_of(models[0].parameters()) if models else 0
+        Path(path).write_text(json.dumps(seen))
 
 
 def run_jobs(jobs: Iterable[Job], folder: Path) -> list[list[dict[str, Any]]]:
@@ -233,29 +233,29 @@ def in_processes(
     started = [_server().Process(target=_child, args=(r, *more), daemon=True) for r in range(size)]
     for process in started:
         process.start()
-    found: dict[int, Any] = {}
+    by_rank: dict[int, Any] = {}
     deadline = time.monotonic() + limit
     try:
-        while len(found) < size:
+        while len(by_rank) < size:
             # Not by exit codes: of a process whose own children live on they come late.
             ended = {
                 rank for rank, one in enumerate(started) if not os.path.exists(f"/proc/{one.pid}")
             }
             try:
-                rank, result, fault = results.get(timeout=0.2)
+                rank, result, error = results.get(timeout=0.2)
             except queue.Empty:
-                assert not ended - found.keys(), f"ranks {ended - found.keys()} have crashed"
+                assert not ended - by_rank.keys(), f"ranks {ended - by_rank.keys()} have crashed"
                 assert time.monotonic() < deadline, "the processes hang"
                 continue
-            assert not fault, f"rank {rank}: {fault}"
-            found[rank] = result
+            assert not error, f"rank {rank}: {error}"
+            by_rank[rank] = result
         for process in started:
             process.join(60)
             assert process.exitcode == 0
     finally:
         for process in started:
             process.kill()
-    return [found[rank] for rank in range(size)]
+    return [by_rank[rank] for rank in range(size)]
 
 
 def _child(rank: int, size: int, port: int | None, work: Callable[..., Any], results: Any) -> None:

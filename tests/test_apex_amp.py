@@ -103,9 +103,9 @@ def test_float16_on_a_cpu_comes_with_a_warning(monkeypatch, capsys):
     assert "float16 is slow" not in capsys.readouterr().out
     choice.amp_and_parallel(parsed("--opt-level", "O2"), WORLD)
     amp.autocast_dtype(argparse.Namespace(amp="fp16"), WORLD)
-    said = capsys.readouterr().out
-    assert re.search(r"float16 is slow on this CPU: .* [\d.]+ times .*use --opt-level O0", said)
-    assert re.search(r"float16 is slow on this CPU: .* [\d.]+ times .*use --amp off", said)
+    output = capsys.readouterr().out
+    assert re.search(r"float16 is slow on this CPU: .* [\d.]+ times .*use --opt-level O0", output)
+    assert re.search(r"float16 is slow on this CPU: .* [\d.]+ times .*use --amp off", output)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -162,7 +162,7 @@ def test_amx_is_read_from_the_flags_of_the_cpu(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("device", "asked", "fast", "sizes", "precision", "words"),
+    ("device", "option", "fast", "sizes", "precision", "words"),
     [
         ("cpu", "auto", True, [224], "bf16", "AMX"),
         ("cpu", "auto", True, [64], "off", ""),
@@ -173,19 +173,19 @@ def test_amx_is_read_from_the_flags_of_the_cpu(tmp_path, monkeypatch):
         ("cuda", "bf16", False, [224], "bf16", "only emulates bf16"),  # as a T4
     ],
 )
-def test_precision(monkeypatch, capsys, device, asked, fast, sizes, precision, words):
+def test_precision(monkeypatch, capsys, device, option, fast, sizes, precision, words):
     """``fast``: the CPU has AMX, the GPU computes in bf16."""
     supported = lambda including_emulation=True: including_emulation or fast  # noqa: E731
     flags = "flags : amx_tile amx_bf16" if fast else "flags : fpu"
     monkeypatch.setattr(Path, "read_text", lambda path: flags)
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "ALL")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
-    args = argparse.Namespace(amp=asked, image_size=sizes[0], epoch_sizes=sizes[1:])
+    args = argparse.Namespace(amp=option, image_size=sizes[0], epoch_sizes=sizes[1:])
     dtype = amp.autocast_dtype(args, world.World(torch.device(device)))
     assert dtype is amp.DTYPES[precision]
-    said = capsys.readouterr().out
-    assert words in said
-    assert bool(words) == bool(said)
+    output = capsys.readouterr().out
+    assert words in output
+    assert bool(words) == bool(output)
     if words == "AMX":  # but another process has none
         monkeypatch.setattr(amp, "gather", lambda own, world: [own, False])
         assert amp.autocast_dtype(args, world.World(torch.device(device))) is None

@@ -123,7 +123,7 @@ def gradients(rank: int) -> list[torch.Tensor]:
 
 def _means(rank: int, size: int) -> dict[str, list]:
     """How far the means by each method are from the exact ones, of each gradient in each round."""
-    world, found = dist.group.WORLD, {}
+    world, by_method = dist.group.WORLD, {}
     exact = [sum(same) / size for same in zip(*map(gradients, range(size)), strict=True)]
     for name, method, rounds in (
         ("int8", Quantised(8, world), 40),
@@ -135,25 +135,25 @@ def _means(rank: int, size: int) -> dict[str, list]:
             mine = gradients(rank)
             method.mean([*enumerate(mine)], (5, 1, number))
             errors.append([one - mean for one, mean in zip(mine, exact, strict=True)])
-        found[name] = [torch.stack(same).numpy() for same in zip(*errors, strict=True)]
+        by_method[name] = [torch.stack(same).numpy() for same in zip(*errors, strict=True)]
     product = exact[0][:, :1] @ torch.ones(1, 129)  # nothing is left out of it
     mine = product * (rank + 1)
     PowerSGD(4, world).mean([(0, mine)], STEP)
-    found["powersgd"].append((mine - product * (size + 1) / 2).numpy())
-    return found
+    by_method["powersgd"].append((mine - product * (size + 1) / 2).numpy())
+    return by_method
 
 
 def test_means_are_near_the_exact_ones_on_average_equal_and_the_same_everywhere():
     """Each process rounds up or down at random, and so does the one that has the sum."""
-    found = in_processes(3, _means)
-    for name, errors in found[0].items():
-        for other in found[1:]:
+    by_method = in_processes(3, _means)
+    for name, errors in by_method[0].items():
+        for other in by_method[1:]:
             for one, two in zip(errors, other[name], strict=True):
                 assert (one == two).all(), name
     all_of_it = zip(*map(gradients, range(3)), strict=True)
     units = [float(torch.stack(same).abs().max()) for same in all_of_it]
     for name, levels, deviation in (("int8", 127, 0.27), ("int4", 7, 0.25)):
-        *errors, zeros = found[0][name]
+        *errors, zeros = by_method[0][name]
         # In steps of the largest value.
         large, small, single = (levels * e / unit for e, unit in zip(errors, units, strict=False))
         assert abs(large).max() <= 2
@@ -162,7 +162,7 @@ def test_means_are_near_the_exact_ones_on_average_equal_and_the_same_everywhere(
         assert large.std() < deviation  # more if rounded by equal numbers
         assert abs(single).max() < 1e-3
         assert not zeros.any()
-    assert all(abs(error).max() < 1e-5 for error in found[0]["powersgd"])
+    assert all(abs(error).max() < 1e-5 for error in by_method[0]["powersgd"])
 
 
 class Training:
@@ -208,7 +208,7 @@ def _resumes(rank: int, size: int) -> dict[str, Any]:
 
     On two nodes. In step `BAD` the gradients of rank 1 overflow.
     """
-    world, found = world_of(rank, size, size // 2), {}
+    world, by_method = world_of(rank, size, size // 2), {}
     for comm in NEAR:
         first, second = Training(comm, world), Training(comm, world)
         first.exchange.start_at(0, 0, STEPS // 2, 2)
@@ -229,25 +229,25 @@ def _resumes(rank: int, size: int) -> dict[str, Any]:
             first.step(number, factor)
             weights.append(first.weights())
         assert first.scaler.get_scale() == second.scaler.get_scale() == 512
-        found[comm] = [one.numpy() for one in (*weights, second.weights())]
-    return found
+        by_method[comm] = [one.numpy() for one in (*weights, second.weights())]
+    return by_method
 
 
 def test_weights_stay_equal_in_all_processes_and_resume_exactly():
     """And an overflow in one process skips the step in all."""
-    found = in_processes(4, _resumes)
-    start, plain = (torch.from_numpy(found[0]["fp32"][step]) for step in (0, STEPS))
+    by_method = in_processes(4, _resumes)
+    start, plain = (torch.from_numpy(by_method[0]["fp32"][step]) for step in (0, STEPS))
     for comm, share in NEAR.items():
-        for other in found[1:]:
-            for one, two in zip(found[0][comm], other[comm], strict=True):
+        for other in by_method[1:]:
+            for one, two in zip(by_method[0][comm], other[comm], strict=True):
                 assert (one == two).all(), comm
-        *steps, resumed = found[0][comm]
+        *steps, resumed = by_method[0][comm]
         assert (resumed == steps[-1]).all(), f"{comm} resumed"
         changes = [bool((a != b).any()) for a, b in itertools.pairwise(steps)]
         assert changes == [number != BAD for number in range(STEPS)], comm
         away = (plain - torch.from_numpy(steps[-1])).norm() / (plain - start).norm()
         assert 0 < away < share or comm == "fp32", comm
         # powersgd begins after a quarter of the steps.
-        same = [bool((a == b).all()) for a, b in zip(steps, found[0]["fp32"], strict=False)]
+        same = [bool((a == b).all()) for a, b in zip(steps, by_method[0]["fp32"], strict=False)]
         equal = {"fp32": STEPS + 1, "powersgd:2": 1 + STEPS // 4}.get(comm, 1)
         assert same == [step < equal for step in range(STEPS + 1)], comm

@@ -52,11 +52,11 @@ def plain(folder, tmp_path_factory):
 def test_the_gpu_learns_what_the_cpu_learns(folder, tmp_path, plain, script, options, precision):
     """In float32 (no precision is named) the same, else about the same."""
     env = ONE_GPU | ({} if precision else IN_FLOAT32)
-    found = finished(script, options, folder, tmp_path, **env)
-    assert found["device"] == "cuda"
-    assert precision in (None, found["precision"])
-    assert found["val_loss"] == pytest.approx(plain, rel=0.05 if precision else 1e-4)
-    assert found["hardware"]["GPU/memory_gb_rank0"] > 0.1
+    results = finished(script, options, folder, tmp_path, **env)
+    assert results["device"] == "cuda"
+    assert precision in (None, results["precision"])
+    assert results["val_loss"] == pytest.approx(plain, rel=0.05 if precision else 1e-4)
+    assert results["hardware"]["GPU/memory_gb_rank0"] > 0.1
 
 
 @pytest.mark.parametrize(
@@ -70,9 +70,9 @@ def test_the_gpu_learns_what_the_cpu_learns(folder, tmp_path, plain, script, opt
     ],
 )
 def test_options_go_together_on_a_gpu(folder, tmp_path, script, options):
-    found = finished(script, options, folder, tmp_path, tiny_model=False, **ONE_GPU)
-    assert math.isfinite(found["val_loss"])
-    assert found["epochs_done"] == 2
+    results = finished(script, options, folder, tmp_path, tiny_model=False, **ONE_GPU)
+    assert math.isfinite(results["val_loss"])
+    assert results["epochs_done"] == 2
 
 
 @pytest.mark.parametrize(

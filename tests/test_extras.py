@@ -31,8 +31,8 @@ def test_only_addons_imports_extras_into_the_core(name):
 
 @pytest.mark.parametrize("name", sorted(EXTRAS))
 def test_extras_do_not_import_each_other(name):
-    found = {one.split(".")[2] for one in imports(EXTRAS[name]) if one.startswith("utils.extras.")}
-    assert found <= ({"o2"} if name == "apex" else set())
+    others = {one.split(".")[2] for one in imports(EXTRAS[name]) if one.startswith("utils.extras.")}
+    assert others <= ({"o2"} if name == "apex" else set())
 
 
 @pytest.mark.parametrize("name", sorted(EXTRAS))
@@ -40,9 +40,9 @@ def test_an_extra_names_what_turns_it_on(name):
     """An option of a script, or the command without which it is not used; or it is always on."""
     parsers = [importlib.import_module(script).parser() for script in MODES]
     known = set().union(*(re.findall(OPTION, one.format_help()) for one in parsers))
-    said = ast.get_docstring(ast.parse(EXTRAS[name].read_text()))
-    scripts = [one for one in re.findall(r"\b(?:scripts/)?\w+\.py", said) if (ROOT / one).exists()]
-    assert scripts or known & set(re.findall(OPTION, said)) or "Always on" in said
+    text = ast.get_docstring(ast.parse(EXTRAS[name].read_text()))
+    scripts = [one for one in re.findall(r"\b(?:scripts/)?\w+\.py", text) if (ROOT / one).exists()]
+    assert scripts or known & set(re.findall(OPTION, text)) or "Always on" in text
 
 
 def train_without(hidden, script, folder, place):

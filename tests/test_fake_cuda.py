@@ -1,6 +1,6 @@
-"""All scripts, from command line to summary, on a GPU that is played: tests/fake_cuda.py.
+"""All scripts, from command line to summary, on a simulated GPU: tests/fake_cuda.py.
 
-And faults that are put into the suite and must be found there.
+And errors that are put into the suite, each of which must fail a training.
 """
 
 import functools
@@ -13,7 +13,7 @@ import fake_torch
 import pytest
 import torch
 from conftest import draw_folder, scalars, summary
-from fake_cuda import gpu, playable
+from fake_cuda import can_simulate, gpu
 from fake_runs import EVERYTHING, MIXED, run
 from fake_torch import CUDART
 from running import snapshot
@@ -21,7 +21,7 @@ from torch import nn
 
 from utils.extras import advice, dummy, watch
 
-pytestmark = pytest.mark.skipif(not playable(), reason="needs Linux on x86-64 or aarch64")
+pytestmark = pytest.mark.skipif(not can_simulate(), reason="needs Linux on x86-64 or aarch64")
 
 ND, DP, DDP, APEX = "imagenet_nd", "imagenet_dp", "imagenet_ddp", "imagenet_ddp_apex"
 FSDP = "imagenet_fsdp"
@@ -87,16 +87,16 @@ def test_a_model_in_parts(train):
     assert (names(done.gpu.heavy), names(done.gpu.optimised)) == ("float16", "float32")
     travels = {"_allgather_base_": "float16 float32", "_reduce_scatter_base_": "float32"}
     for kind, dtypes in travels.items():
-        found = {sort for name, sort in done.gpu.collectives if name.startswith(kind)}
-        assert names(found) == dtypes
+        of_kind = {sort for name, sort in done.gpu.collectives if name.startswith(kind)}
+        assert names(of_kind) == dtypes
 
 
 def test_weights_that_stay_gathered_travel_once_a_step(train):
     counts = []
     for reshard in ("none", "full"):
         done = train(FSDP, "--reshard", reshard, "--name", reshard)
-        found = done.gpu.collectives.items()
-        counts.append(sum(n for (name, _), n in found if name.startswith("_allgather_base_")))
+        calls = done.gpu.collectives.items()
+        counts.append(sum(n for (name, _), n in calls if name.startswith("_allgather_base_")))
     assert counts[0] < counts[1]
 
 
@@ -151,16 +151,16 @@ def test_the_largest_batch_is_printed_and_nothing_is_left(train, capsys, script,
 
 
 @pytest.mark.parametrize(
-    ("limit", "told"),
+    ("limit", "expected"),
     [(-math.inf, ("waiting for images", "communication takes")), (1.0, ("a GPU is 87 % busy",))],
 )
-def test_what_limits_a_run_is_told_once(train, monkeypatch, logged, limit, told):
+def test_what_limits_a_run_is_reported_once(train, monkeypatch, logged, limit, expected):
     monkeypatch.setattr(advice, "LIMIT", limit)
     monkeypatch.setattr(watch, "ENOUGH", 1)
     train(DDP, "--epochs", 3)
     notes = [line for line in logged if line.startswith("note: ")]
-    assert len(notes) == len(told)
-    for note, words in zip(notes, told, strict=True):
+    assert len(notes) == len(expected)
+    for note, words in zip(notes, expected, strict=True):
         assert words in note
 
 
@@ -172,7 +172,7 @@ def test_the_step_alone(train):
     assert torch.float16 in done.gpu.heavy
 
 
-# ---- faults that must be found
+# ---- errors that must fail a training
 
 WAIT, RACE = "waits for the device", "nobody has waited"
 
@@ -223,7 +223,7 @@ STREAM = fake_cuda.Stream, "wait_stream"
 
 
 @pytest.mark.parametrize(
-    ("line", "place", "fault", "found"),
+    ("line", "place", "change", "message"),
     [
         *((name, LOSS, looks, "waits .* in train_step") for name in (ND, DP, DDP, APEX, FSDP)),
         (ND, LOSS, on_the_host, "two (different )?devices"),
@@ -239,10 +239,10 @@ STREAM = fake_cuda.Stream, "wait_stream"
         (f"{APEX} {OURS} O2", (fake_cuda.Event, "query"), lambda real: lambda self: True, RACE),
     ],
 )  # fmt: skip
-def test_a_fault(train, line, place, fault, found):
+def test_an_error_fails_a_training(train, line, place, change, message):
     with (
-        mock.patch.object(*place, fault(getattr(*place))),
-        pytest.raises((AssertionError, RuntimeError), match=found),
+        mock.patch.object(*place, change(getattr(*place))),
+        pytest.raises((AssertionError, RuntimeError), match=message),
     ):
         train(*line.split())
 

@@ -20,7 +20,7 @@ from utils.world import World
 THIRD = int(4.6 * GIB / 12)  # values of four bytes that take a third of 4.6 GiB
 
 
-class Played:
+class StandInGpu:
     """A GPU whose memory a step of ``size`` images takes ``flat + slope * size`` GiB of."""
 
     def __init__(self, monkeypatch, flat: float, slope: float, breaks: float = math.inf):
@@ -61,7 +61,7 @@ def session(images: int = 10**6, values: int = 0, **changes: Any) -> SimpleNames
 
 
 @pytest.mark.parametrize(
-    ("played", "changes", "wanted"),
+    ("memory", "changes", "expected"),
     [
         # 10 GiB are free or ours already: 9.2 without the margin's share.
         ((0.2, 0.042), {}, 208),  # 0.2 + 0.042 * 208 = 8.94; 216 would take 9.27, less than 10
@@ -75,18 +75,18 @@ def session(images: int = 10**6, values: int = 0, **changes: Any) -> SimpleNames
         ((9.0, 0.1), {}, r"not even 8 images fit into 9\.2 GiB"),
     ],
 )
-def test_the_memory_is_filled_but_for_the_margin(monkeypatch, played, changes, wanted):
-    gpu = Played(monkeypatch, *played)
-    if isinstance(wanted, str):
-        with pytest.raises((UserError, RuntimeError), match=wanted):
+def test_the_memory_is_filled_but_for_the_margin(monkeypatch, memory, changes, expected):
+    gpu = StandInGpu(monkeypatch, *memory)
+    if isinstance(expected, str):
+        with pytest.raises((UserError, RuntimeError), match=expected):
             find_batch.search(session(**changes), gpu.step, 8)
         return
     size, _, how = find_batch.search(session(**changes), gpu.step, 8)
-    assert size == wanted
+    assert size == expected
     assert how.endswith("no more images") == ("images" in changes)
     assert len(set(gpu.tried)) <= 9
     # The second micro-batch of a step finds gradients.
-    assert gpu.tried.count(wanted) == changes.get("accum_steps", 1)
+    assert gpu.tried.count(expected) == changes.get("accum_steps", 1)
 
 
 def test_the_fullest_gpu_of_all_processes_decides(monkeypatch):
@@ -100,12 +100,12 @@ def test_the_fullest_gpu_of_all_processes_decides(monkeypatch):
     monkeypatch.setattr(find_batch, "gather", gather)
     # 0.7 + 0.042 * 96 = 4.73; 104 would take 5.07
     how = "takes about 4.73 of 5.43 GiB on poor, which has the least"
-    gpu = Played(monkeypatch, 0.2, 0.042)
+    gpu = StandInGpu(monkeypatch, 0.2, 0.042)
     assert find_batch.search(session(), gpu.step, 8) == (96, 1, how)
 
 
 def test_each_trial_is_a_micro_batch_without_gradients_of_the_last_one(monkeypatch):
-    gpu, one = Played(monkeypatch, 0.2, 0.3), session()
+    gpu, one = StandInGpu(monkeypatch, 0.2, 0.3), session()
     model = one.state.model
 
     def train_step(images, targets, weight, update):
@@ -124,7 +124,7 @@ def sharded(rank: int, size: int) -> bool:
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
-    model, images, found = nn.Linear(8, 4), torch.randn(4, 8), []
+    model, images, gradients = nn.Linear(8, 4), torch.randn(4, 8), []
     fully_shard(model, mesh=DeviceMesh.from_group(dist.group.WORLD, "cpu"))
     for after_trial in (False, True):
         if after_trial:
@@ -133,9 +133,9 @@ def sharded(rank: int, size: int) -> bool:
             find_batch.forget_gradients(model)
         model.set_requires_gradient_sync(True)
         model(images).square().sum().backward()
-        found.append(model.weight.grad.to_local().clone())
+        gradients.append(model.weight.grad.to_local().clone())
         model.zero_grad()
-    return torch.equal(*found)
+    return torch.equal(*gradients)
 
 
 def test_a_sharded_model_forgets_whole_gradients_too():

@@ -37,8 +37,8 @@ OTHERS = "0.weight 3.running_mean 3.running_var 4.weight 4.bias 6.weight 6.bias 
 )
 def test_a_level_says_what_is_half_precision_and_learns(level, half, computes, masters, scale):
     amp, model, optimizer = prepare(level)
-    found = {name for name, value in model.state_dict().items() if value.dtype == HALF}
-    assert found == set(half.split())
+    in_half = {name for name, value in model.state_dict().items() if value.dtype == HALF}
+    assert in_half == set(half.split())
     assert len(amp.masters) == masters, "the frozen layer has none"
     for weight, state in optimizer.state.items():
         assert weight.dtype == state["momentum_buffer"].dtype
@@ -139,8 +139,8 @@ def test_one_bad_value_anywhere_is_an_overflow():
     scaler = LossScaler(CPU)
     scaler.unscale(torch.optim.SGD(weights, 0.1))
     assert [weight.grad for weight in weights] == [None] * 2, "so that the optimiser does nothing"
-    found, _ = moves(scaler, 65536.0)
-    assert found == 2.0, "the scale was halved; the flag is of the last step alone"
+    gradient, _ = moves(scaler, 65536.0)
+    assert gradient == 2.0, "the scale was halved; the flag is of the last step alone"
 
 
 @pytest.mark.parametrize(
@@ -170,12 +170,12 @@ def test_each_skipped_step_is_reported_once_until_the_scale_is_lost(logged):
         assert scaler.failure is None
         moves(scaler, BAD)
     assert "overflow without end" in scaler.failure
-    told, most = len(logged), [BAD] * (ENDLESS - 1)
+    reports, most = len(logged), [BAD] * (ENDLESS - 1)
     assert moves(fixed, *most, GOOD, *most)[1] == 8.0
     assert fixed.failure is None
     moves(fixed, BAD)
     assert "overflow without end" in fixed.failure
-    assert len(logged) == told
+    assert len(logged) == reports
 
 
 def test_state_dict_is_float32_from_the_masters():

@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 WORLD = World(CPU)
 
 
-def asked(*line: str, **more) -> Namespace:
+def options_of(*line: str, **more) -> Namespace:
     """The options of an optimiser, settled."""
     args = options.build_parser("", "").parse_args(line)
     vars(args).update(more)
@@ -71,7 +71,7 @@ USUAL = {"momentum": 0.9, "weight_decay": 1e-4}
 )
 def test_by_name_they_are_those_of_torch_bit_for_bit(line, original):
     model, plain = network(), network()
-    built = optim.build(asked(*line.split()), model)
+    built = optim.build(options_of(*line.split()), model)
     assert len(built.param_groups) == 1
     assert same(steps(model, built), steps(plain, original(plain.parameters())))
 
@@ -99,7 +99,7 @@ def test_norms_and_biases_have_a_decay_of_their_own(arch, matrices, outside, sma
         model = get_model(arch)
     names = {weight: name for name, weight in model.named_parameters()}
     for line, decays in (("", [1e-4, 0]), ("--optimizer muon", [0.05, 0.05, 0])):
-        groups = optim.build(asked(*line.split(), "--wd-norm", "0"), model).param_groups
+        groups = optim.build(options_of(*line.split(), "--wd-norm", "0"), model).param_groups
         assert [group["weight_decay"] for group in groups] == decays
         *inside, large, vectors = [{names[p] for p in group["params"]} for group in groups]
         assert set(small.split()) <= vectors
@@ -112,7 +112,7 @@ def test_norms_and_biases_have_a_decay_of_their_own(arch, matrices, outside, sma
 def test_what_is_frozen_is_not_in_the_optimiser(name):
     model = network()
     model[:5].requires_grad_(False)
-    (group,) = optim.build(asked("--optimizer", name), model).param_groups
+    (group,) = optim.build(options_of("--optimizer", name), model).param_groups
     assert group["params"] == [*model[5].parameters()]
 
 
@@ -125,7 +125,7 @@ def test_muon_is_that_of_torch_bit_for_bit(monkeypatch):
     monkeypatch.setattr(muon, "WIDE", 1000)  # torch has no other way for wide matrices
     model, plain = network(), network()
     line = "--optimizer muon --wd-norm 0.01 --betas 0.8,0.95"
-    ours = optim.build(asked(*line.split()), model)
+    ours = optim.build(options_of(*line.split()), model)
     ours.dtype = torch.bfloat16
     matrix = nn.Parameter(plain[2].weight.detach().reshape(12, 72))
     hidden = [matrix, plain[4].weight]
@@ -149,11 +149,11 @@ def test_muon_is_that_of_torch_bit_for_bit(monkeypatch):
 def test_way_by_gram_matrices_is_as_exact(monkeypatch):
     torch.manual_seed(0)
     wide = torch.randn(64, 512, dtype=torch.float64)
-    found = [orthogonal(matrix, torch.float64) for matrix in (wide, wide.T)]
+    results = [orthogonal(matrix, torch.float64) for matrix in (wide, wide.T)]
     monkeypatch.setattr(muon, "WIDE", 1000)
     usual = orthogonal(wide, torch.float64)
-    torch.testing.assert_close(found, [usual, usual.T], rtol=1e-9, atol=1e-9)
-    assert not torch.equal(found[0], usual), "another way it is"
+    torch.testing.assert_close(results, [usual, usual.T], rtol=1e-9, atol=1e-9)
+    assert not torch.equal(results[0], usual), "another way it is"
 
 
 def test_a_step_that_overflows_leaves_no_trace():
@@ -161,7 +161,7 @@ def test_a_step_that_overflows_leaves_no_trace():
 
     def go(overflows, scale):
         model = network()
-        groups = optim.build(asked("--optimizer", "muon"), model).param_groups
+        groups = optim.build(options_of("--optimizer", "muon"), model).param_groups
         groups = [{k: x[k] for k in ("params", "weight_decay", "muon") if k in x} for x in groups]
         built, good = Muon(groups, 1e-3, 0.95, (0.9, 0.999), fused=True), 0
         for bad in overflows:
@@ -175,9 +175,9 @@ def test_a_step_that_overflows_leaves_no_trace():
         state = [value for entry in built.state.values() for value in entry.values()]
         return [*map(torch.detach, model.parameters()), *state]
 
-    found = go([1, 0, 1, 1, 0], 2.0**10)
-    assert same(found, go([0, 0], 1.0))
-    assert not same(found[:2], [*network().parameters()][:2])
+    results = go([1, 0, 1, 1, 0], 2.0**10)
+    assert same(results, go([0, 0], 1.0))
+    assert not same(results[:2], [*network().parameters()][:2])
 
 
 # ---- snapshots
@@ -187,7 +187,7 @@ ARGS = Namespace(arch="tiny", evaluate=False, start_epoch=None)
 
 def state_of(line: str) -> TrainState:
     model = network()
-    built = optim.build(asked(*line.split()), model)
+    built = optim.build(options_of(*line.split()), model)
     return TrainState(model, built, LossScaler(CPU), global_batch=4)
 
 
@@ -249,10 +249,10 @@ def test_the_state_of_another_optimiser_is_refused(tmp_path):
 def test_what_was_not_typed_is_usual_for_the_optimiser():
     usual = {"sgd": (0.1, 0.9, 1e-4), "adamw": (1e-3, 0.9, 0.05), "muon": (1e-3, 0.95, 0.05)}
     for name, values in usual.items():
-        args = asked("--optimizer", name)
+        args = options_of("--optimizer", name)
         assert (args.lr, args.momentum, args.weight_decay) == values
-    typed = asked("--optimizer", "muon", lr=0.5, momentum=0.0, weight_decay=0.0)
-    assert (typed.lr, typed.momentum, typed.weight_decay) == (0.5, 0.0, 0.0)
+    args = options_of("--optimizer", "muon", lr=0.5, momentum=0.0, weight_decay=0.0)
+    assert (args.lr, args.momentum, args.weight_decay) == (0.5, 0.0, 0.0)
 
 
 def test_options_that_do_not_fit_are_an_error_message(parse, tmp_path, capsys):
@@ -262,7 +262,7 @@ def test_options_that_do_not_fit_are_an_error_message(parse, tmp_path, capsys):
         parse("imagenet_ddp_apex", "--optimizer", "muon", "--opt-level", "O3", tmp_path)
     for betas in ("0.9", "0.9,1"):
         with pytest.raises(SystemExit):
-            asked("--betas", betas)
+            options_of("--betas", betas)
         assert "--betas" in capsys.readouterr().err
 
 

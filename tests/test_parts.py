@@ -32,7 +32,7 @@ def small_vit(classes=5, size=16, seed=0):
 
 
 @pytest.fixture
-def typed(parse, folder):
+def options_of(parse, folder):
     """A function that gives the options of words in front of the data."""
     return lambda *words: Namespace(**parse("imagenet_nd", *words, folder))
 
@@ -58,11 +58,11 @@ def test_weights_for_other_classes_leave_the_head_new(tmp_path, monkeypatch):
     new = small_resnet().state_dict()
     for path in (file, "model.safetensors"):
         model = small_resnet()
-        (said,) = foreign.load_weights(model, path, "resnet18", 5)
+        (note,) = foreign.load_weights(model, path, "resnet18", 5)
         for name, value in model.state_dict().items():
             kept = name.startswith("fc.") or name not in state
             assert torch.equal(value, (new if kept else state)[name]), name
-        assert said == (
+        assert note == (
             f"weights from {path}: 70 of 74 tensors; new: fc.weight, fc.bias; "
             "not in the file, so new: bn1.bias; not in the model, so left out: aux.fc.weight"
         )
@@ -71,10 +71,10 @@ def test_weights_for_other_classes_leave_the_head_new(tmp_path, monkeypatch):
 def test_position_embeddings_are_resized_to_the_images(tmp_path):
     state = small_vit(size=16, seed=1).state_dict()
     file, model = saved(tmp_path, state), small_vit(size=24)
-    (said,) = foreign.load_weights(model, file, "vit", 5)
+    (note,) = foreign.load_weights(model, file, "vit", 5)
     expected = interpolate_embeddings(24, 4, dict(state))
     assert same(model.state_dict(), expected)
-    assert "encoder.pos_embedding resized from 1 x 17 x 8 to 1 x 37 x 8" in said
+    assert "encoder.pos_embedding resized from 1 x 17 x 8 to 1 x 37 x 8" in note
 
 
 @pytest.mark.parametrize(
@@ -93,23 +93,23 @@ def test_a_file_that_does_not_fit_is_a_sentence(tmp_path, content, sentence):
         foreign.load_weights(small_resnet(), file, "resnet18", 5)
 
 
-def test_what_follows_the_option_may_be_the_data(typed, folder, tmp_path):
+def test_what_follows_the_option_may_be_the_data(options_of, folder, tmp_path):
     line = ("-a", "inception_v3", "--pretrained")
     file = saved(tmp_path, {"model": {}})
     for words, pretrained in ((line, True), ((*line, file), file)):
-        args = typed(*words)
+        args = options_of(*words)
         assert (args.pretrained, args.data, args.image_size) == (pretrained, str(folder), 299)
         assert args.preprocessing == foreign.published_preprocessing("inception_v3")
     with pytest.raises(UserError, match="is a folder, not a file"):
-        typed(*line, tmp_path)
+        options_of(*line, tmp_path)
 
 
-def test_images_as_the_file_says(typed, folder, tmp_path):
-    wanted = Preprocessing((0.5,) * 3, (0.5,) * 3, "bicubic", 100, 110)
-    file = saved(tmp_path, {"model": {}, "preprocessing": wanted.as_dict()})
-    assert typed("--pretrained", file).preprocessing == wanted
-    args = typed("--pretrained", file, "--image-size", 50)
-    assert (args.preprocessing.val_resize_size, args.preprocessing.mean) == (55, wanted.mean)
+def test_images_as_the_file_says(options_of, folder, tmp_path):
+    own = Preprocessing((0.5,) * 3, (0.5,) * 3, "bicubic", 100, 110)
+    file = saved(tmp_path, {"model": {}, "preprocessing": own.as_dict()})
+    assert options_of("--pretrained", file).preprocessing == own
+    args = options_of("--pretrained", file, "--image-size", 50)
+    assert (args.preprocessing.val_resize_size, args.preprocessing.mean) == (55, own.mean)
 
 
 # ---- --freeze
@@ -159,8 +159,8 @@ def test_activations_computed_twice_give_the_same_bits(build, size):
     expected, much = train(build(), size)
     model = build()
     blocks.checkpoint_blocks(model)
-    found, less = train(model, size)
-    assert same(found, expected)
+    weights, less = train(model, size)
+    assert same(weights, expected)
     assert less < 0.8 * much
 
 
@@ -193,10 +193,10 @@ def test_stochastic_depth_is_that_of_torchvision():
 # ---- the options together
 
 
-def test_build_does_what_the_options_say(typed, folder, tmp_path):
+def test_build_does_what_the_options_say(options_of, folder, tmp_path):
     file = saved(tmp_path, get_model("resnet18").state_dict())
     line = ("--pretrained", file, "--image-size", 32, "--freeze", "--activation-checkpointing")
-    args = typed(*line)
+    args = options_of(*line)
     model = models.build(args, 5)
     assert [p.shape[0] for p in model.parameters() if p.requires_grad] == [5, 5]
     assert model.notes[0].endswith("120 of 122 tensors; new: fc.weight, fc.bias")
@@ -205,6 +205,6 @@ def test_build_does_what_the_options_say(typed, folder, tmp_path):
         "--activation-checkpointing: 8 BasicBlock",
     ]
     torch.manual_seed(0)
-    plain = models.build(typed(), 5)
+    plain = models.build(options_of(), 5)
     torch.manual_seed(0)
     assert same(plain.state_dict(), get_model("resnet18", num_classes=5).state_dict())

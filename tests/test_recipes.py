@@ -31,12 +31,12 @@ def test_every_script_takes_every_recipe_and_the_command_line_takes_precedence(
     name, script, parse, tmp_path
 ):
     words = recipes.read(name)
-    found = parse(script, tmp_path, "--epochs", 7, "--recipe", name)
-    assert (found["data"], found["epochs"]) == (str(tmp_path), 7)
-    assert found["lr"] == float(words[words.index("--lr") + 1])
+    args = parse(script, tmp_path, "--epochs", 7, "--recipe", name)
+    assert (args["data"], args["epochs"]) == (str(tmp_path), 7)
+    assert args["lr"] == float(words[words.index("--lr") + 1])
     if name == "classic90":  # so it trains what no recipe trains, bit for bit
         plain = parse(script, tmp_path, "--epochs", 7)
-        assert found == plain | {"recipe": name, "batch_range": "128:1024"}
+        assert args == plain | {"recipe": name, "batch_range": "128:1024"}
 
 
 def test_the_recipes_name_their_batch_and_go_to_all_nodes():
@@ -76,7 +76,7 @@ def test_a_run_by_a_recipe(folder, tmp_path, recipe):
 
 
 @pytest.mark.parametrize(
-    ("changes", "batch", "wanted"),
+    ("changes", "batch", "patterns"),
     [
         ({}, 8192, []),
         ({}, 8193, [r"sgd is known .* batch of 8192 \(ResNet-50: Goyal", "0 epochs of warm"]),
@@ -88,11 +88,11 @@ def test_a_run_by_a_recipe(folder, tmp_path, recipe):
         ({"batch_range": "512:512", "lr_scaling": "linear"}, 256, ["this is 256$"]),
     ],
 )
-def test_a_batch_beyond_what_is_known_is_named(changes, batch, wanted):
+def test_a_batch_beyond_what_is_known_is_named(changes, batch, patterns):
     usual = {"lr": 0.1, "lr_scaling": "none", "warmup_epochs": 0.0, "optimizer": "sgd"}
     usual["batch_range"] = None
     args = Namespace(**usual | changes)
-    said = advice.batch_warnings(args, batch, args.lr)
-    assert len(said) == bool(wanted)
-    for pattern in wanted:
-        assert re.search(pattern, said[0]), said[0]
+    warnings = advice.batch_warnings(args, batch, args.lr)
+    assert len(warnings) == bool(patterns)
+    for pattern in patterns:
+        assert re.search(pattern, warnings[0]), warnings[0]

@@ -54,10 +54,10 @@ def trained(folder, tmp_path_factory):
     for script in (DDP, FSDP):
         add(script, f"{script}_clip", *VIT, *ONE, "--clip-grad", 0.5, "--accum-steps", 2)
         add(script, f"{script}_fp16", "-a", "tiny_vit", "--amp", "fp16", *ONE)
-    found: dict[str, list] = {}
+    seen: dict[str, list] = {}
     for name, ranks in zip(names, run_jobs(jobs, root), strict=True):
-        found.setdefault(name, []).append(ranks)
-    return root, found
+        seen.setdefault(name, []).append(ranks)
+    return root, seen
 
 
 def test_two_processes_train_a_resnet_as_ddp_bit_for_bit(trained):
@@ -75,8 +75,8 @@ def test_two_processes_train_a_resnet_as_ddp_bit_for_bit(trained):
 
 def test_fsdp_ddp_and_fsdp_in_turns_are_ddp_bit_for_bit(trained):
     """Stopped in the middle of an epoch, twice: each continues the other's snapshot exactly."""
-    runs, found = trained
-    codes = [[one["code"] for one in ranks] for ranks in found["turns"]]
+    runs, seen = trained
+    codes = [[one["code"] for one in ranks] for ranks in seen["turns"]]
     assert codes == [[INTERRUPTED] * 2, [INTERRUPTED] * 2, [0, 0]]
     assert_same_weights(runs / "turns", runs / "ddp")
     records = [snapshot(runs / name)["progress"]["history"] for name in ("turns", "ddp")]
@@ -94,8 +94,8 @@ def test_clipping_and_the_loss_scale_are_of_all_processes(trained, case, toleran
 
 
 def test_a_run_goes_from_two_to_two_by_two_to_three_processes(trained):
-    runs, found = trained
-    codes = [[one["code"] for one in ranks] for ranks in found["chain"]]
+    runs, seen = trained
+    codes = [[one["code"] for one in ranks] for ranks in seen["chain"]]
     assert codes == [[INTERRUPTED] * 2, [INTERRUPTED] * 4, [0] * 3]
     assert_same_weights(runs / "chain", runs / "ddp", tolerance=1e-4)
     log = (runs / "chain" / "train.log").read_text()
@@ -104,10 +104,10 @@ def test_a_run_goes_from_two_to_two_by_two_to_three_processes(trained):
 
 def test_each_process_holds_its_part(trained):
     """Counted in tensors, in the last step of a training."""
-    _, found = trained
-    (vit,), (resnet,) = found["ddp"], found[f"{DDP}_resnet"]
-    cases = [(ranks, vit[0], parts) for ranks, parts in zip(found["chain"], (2, 2, 3), strict=True)]
-    for ranks, whole, parts in (*cases, (found[f"{FSDP}_resnet"][0], resnet[0], 2)):
+    _, seen = trained
+    (vit,), (resnet,) = seen["ddp"], seen[f"{DDP}_resnet"]
+    cases = [(ranks, vit[0], parts) for ranks, parts in zip(seen["chain"], (2, 2, 3), strict=True)]
+    for ranks, whole, parts in (*cases, (seen[f"{FSDP}_resnet"][0], resnet[0], 2)):
         # An evaluation lets go of what it has gathered, or training would go on with that.
         assert [mine["at_end"] for mine in ranks] == [mine["parameters"] for mine in ranks]
         for kind in ("parameters", "gradients", "optimizer"):
@@ -145,8 +145,8 @@ def test_blocks_are_found_by_the_models_structure(arch, repeated, chosen, rest):
     with torch.device("meta"):
         model = get_model(arch)
     assert len(blocks.repeated(model)) == repeated
-    found = fsdp.units(model)
-    assert Counter(type(block).__name__ for block in found) == chosen
-    assert fsdp.size(model) - sum(map(fsdp.size, found)) <= rest * fsdp.size(model)
-    inside = [set(block.modules()) for block in found]
+    units = fsdp.units(model)
+    assert Counter(type(unit).__name__ for unit in units) == chosen
+    assert fsdp.size(model) - sum(map(fsdp.size, units)) <= rest * fsdp.size(model)
+    inside = [set(unit.modules()) for unit in units]
     assert sum(map(len, inside)) == len(set().union(*inside))  # none in another

@@ -130,10 +130,10 @@ def by_position(optimizer: dict[str, Any]) -> dict[str, Any]:
 
 def of_snapshot(content: dict[str, Any]) -> dict[str, Any]:
     """The parts of a snapshot, today's or f59f9ac's, under one set of names."""
-    found = {name: content.get(name) for name in ("model", "ema", "scaler", "comm", "progress")}
-    if (found["comm"] or {}).get("method") == "fp32":  # as f59f9ac wrote; today there is no entry
-        found["comm"] = None
-    return found | {"optimizer": by_position(content["optimizer"]), "classes": content["classes"]}
+    parts = {name: content.get(name) for name in ("model", "ema", "scaler", "comm", "progress")}
+    if (parts["comm"] or {}).get("method") == "fp32":  # as f59f9ac wrote; today there is no entry
+        parts["comm"] = None
+    return parts | {"optimizer": by_position(content["optimizer"]), "classes": content["classes"]}
 
 
 def as_text(value: Any) -> str:
@@ -146,20 +146,20 @@ def as_text(value: Any) -> str:
 
 def results(run: Path, log: Path) -> dict[str, str]:
     """All that must be equal, by name."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     if (run / "snapshot.pt").is_file():
         snapshot = torch.load(run / "snapshot.pt", map_location="cpu", weights_only=True)
-        found["snapshot"] = of_snapshot(snapshot)
+        values["snapshot"] = of_snapshot(snapshot)
     if (run / "best.pt").is_file():
-        found["best"] = torch.load(run / "best.pt", map_location="cpu", weights_only=True)
+        values["best"] = torch.load(run / "best.pt", map_location="cpu", weights_only=True)
     if (run / "summary.json").is_file():
         summary = json.loads((run / "summary.json").read_text())
         names = ("best_", "epochs_done", "global_batch", "val_", "test_", "finished_because")
-        found["summary"] = {key: x for key, x in summary.items() if key.startswith(names)}
+        values["summary"] = {key: x for key, x in summary.items() if key.startswith(names)}
     lines = log.read_text().splitlines()
     errors = {line.replace(str(run), "RUN") for line in lines if line.startswith("error: ")}
-    found["errors"] = sorted(errors)
-    return {name: as_text(x) for name, x in flat(found) if not TIMES.search(name)}
+    values["errors"] = sorted(errors)
+    return {name: as_text(x) for name, x in flat(values) if not TIMES.search(name)}
 
 
 # ---- how it is run
@@ -254,16 +254,16 @@ class Trial:
         shutil.rmtree(run, ignore_errors=True)
         log.unlink(missing_ok=True)
         self.run(tree, case, run)
-        found = results(run, log)
+        values = results(run, log)
         if not case.code:
             # Another batch: the last round reaches one process alone.
             other = run.with_name(f"{name}_evaluated")
             shutil.rmtree(other, ignore_errors=True)
             self.run(tree, case, other, f"-e -b 5 --resume {run}/best.pt")
             evaluated = results(other, log)
-            found |= {f"evaluated/{key}": text for key, text in evaluated.items()}
-        done.write_text(json.dumps(found | {"command": line}))
-        return found
+            values |= {f"evaluated/{key}": text for key, text in evaluated.items()}
+        done.write_text(json.dumps(values | {"command": line}))
+        return values
 
     def continued(self, first: str, name: str) -> dict[str, str]:
         """The results of these files, which resume a run that was killed in its second epoch."""
@@ -284,17 +284,17 @@ class Trial:
         try:
             old = self.whole("old", name)
             for what, make, tree in runs:
-                found = make(tree, name)
+                values = make(tree, name)
                 names = [key for key in old if not TIMES.search(key)]  # of kept runs, too
                 if make == self.continued:
                     names = [key for key in names if not key.startswith("evaluated/")]
-                unlike = [key for key in names if old[key] != found.get(key)]
+                unlike = [key for key in names if old[key] != values.get(key)]
                 print(f"{name}: {what}: {len(names)} compared, {len(unlike)} differ", flush=True)
                 for key in unlike[:8]:
-                    print(f"    {key}: {old[key]} became {found.get(key)}", flush=True)
+                    print(f"    {key}: {old[key]} became {values.get(key)}", flush=True)
                 differ += bool(unlike)
-        except RuntimeError as fault:
-            print(f"{name}: {fault}", flush=True)
+        except RuntimeError as error:
+            print(f"{name}: {error}", flush=True)
             differ += 1
         return differ
 
