@@ -255,11 +255,22 @@ def test_what_was_not_typed_is_usual_for_the_optimiser():
     assert (args.lr, args.momentum, args.weight_decay) == (0.5, 0.0, 0.0)
 
 
-def test_options_that_do_not_fit_are_an_error_message(parse, tmp_path, capsys):
-    with pytest.raises(UserError, match="needs a --momentum"):
-        parse("imagenet_nd", "--optimizer", "nesterov", "--momentum", 0, tmp_path)
-    with pytest.raises(UserError, match="--opt-level O2 keeps float32 masters"):
-        parse("imagenet_ddp_apex", "--optimizer", "muon", "--opt-level", "O3", tmp_path)
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("imagenet_nd --optimizer nesterov --momentum 0", "needs a --momentum"),
+        ("imagenet_ddp_apex --optimizer muon --opt-level O3", "O2 keeps float32 masters"),
+        ("imagenet_nd --zero-init-gamma --pretrained=True", "is for new weights: not with"),
+        ("imagenet_nd --profile --dummy", "--profile traces training: leave out"),
+        ("imagenet_nd --profile -e --pretrained=True", "--profile traces training: leave out"),
+    ],
+)
+def test_options_that_contradict_each_other_are_an_error(parse, tmp_path, line, message):
+    with pytest.raises(UserError, match=message):
+        parse(*line.split(), tmp_path)
+
+
+def test_betas_that_are_no_pair_are_an_error(capsys):
     for betas in ("0.9", "0.9,1"):
         with pytest.raises(SystemExit):
             options_of("--betas", betas)
