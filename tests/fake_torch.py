@@ -34,6 +34,7 @@ ANSWERS = {  # of functions of torch.cuda
     "is_available": True,
     "current_device": 0,
     "set_device": None,
+    "set_sync_debug_mode": None,
     "get_device_properties": PROPERTIES,
     "get_device_name": "Fake",
     "get_device_capability": (8, 0),

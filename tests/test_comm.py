@@ -230,6 +230,13 @@ def _resumes(rank: int, size: int) -> dict[str, Any]:
             weights.append(first.weights())
         assert first.scaler.get_scale() == second.scaler.get_scale() == 512
         by_method[comm] = [one.numpy() for one in (*weights, second.weights())]
+    again, rounded = Training("int8", world, scaled=False), []
+    again.exchange.start_at(0, 0, STEPS, 1)
+    for _ in range(2):  # equal gradients are not rounded by equal numbers
+        again.optimizer.zero_grad()
+        again.replica(gradients(rank)[0][:24, :32].reshape(4, 3, 8, 8)).square().mean().backward()
+        rounded.append(again.replica.module[0].weight.grad.clone())
+    assert not torch.equal(*rounded)
     return by_method
 
 

@@ -165,7 +165,7 @@ def test_what_limits_a_run_is_reported_once(train, monkeypatch, logged, limit, e
 
 
 def test_the_step_alone(train):
-    few = {"WARMUP_STEPS": 1, "TIMED_STEPS": 1, "AHEAD": 1, "_host_waits": lambda step: []}
+    few = {"WARMUP_STEPS": 1, "TIMED_STEPS": 1, "AHEAD": 1}
     with mock.patch.multiple(dummy, **few):
         line = (DDP, "--dummy", "-a", "tiny_resnet", "--activation-checkpointing")
         done = train(*line, quiet_from=math.inf)

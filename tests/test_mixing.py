@@ -1,9 +1,12 @@
 """Mixup and CutMix: what is drawn, what becomes of pairs, and the same pairs in any slices."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
+from utils import addons
 from utils.errors import UserError
 from utils.extras import mixing
 from utils.samplers import TrainSampler, epoch_order
@@ -87,3 +90,30 @@ def test_slices_that_cut_pairs_are_refused_where_images_are_mixed(ranks, accum, 
     for alphas in ((0.0, 1.0), (0.4, 0.0)):
         with pytest.raises(UserError, match="choose an even -b"):
             mixing.build(alphas, sampler, CLASSES)
+
+
+def changed_by(**options: float) -> SimpleNamespace:
+    """Training batches with these options, as far as they are changed."""
+    usual = {"mixup": 0.0, "cutmix": 0.0, "repeated_aug": 1}
+    args = SimpleNamespace(**usual | {"auto_augment": None, "random_erasing": 0.0} | options)
+    sampler, dataset = TrainSampler(8, 8, (0, 1), 1, seed=0), SimpleNamespace(augment=None)
+    batches = SimpleNamespace(sampler=sampler, dataset=dataset, mix=None)
+    addons.change_training_batches(batches, args, CLASSES)
+    return batches
+
+
+@pytest.mark.parametrize(("option", "blends"), [("mixup", True), ("cutmix", False)])
+def test_mixup_blends_and_cutmix_pastes(option, blends):
+    images = (torch.arange(8) % 2).float().view(8, 1, 1, 1).expand(8, 3, SIZE, SIZE).clone()
+    mixed, *_ = changed_by(**{option: 1.0}).mix(images, torch.arange(8) % CLASSES, (0, 0, 0))
+    assert bool(((mixed > 0) & (mixed < 1)).any()) == blends
+
+
+def test_crops_and_their_order_are_changed_if_an_option_says_so():
+    plain, changed = changed_by(), changed_by(random_erasing=1.0, repeated_aug=2)
+    assert plain.dataset.augment is None and plain.sampler.reorder is None
+    black = torch.zeros(3, SIZE, SIZE, dtype=torch.uint8)
+    assert changed.dataset.augment(black).any()
+    changed.sampler.start_at(0, 0)
+    (part,) = list(changed.sampler)[:1]
+    assert len({index % 8 for index in part.indices.tolist()}) == 4  # the same images twice
