@@ -32,14 +32,14 @@ from utils.samplers import TrainSampler
 CLASSES, BATCH, STEPS = 1000, 50, 400
 
 
-def header(name: str, size: int) -> bytes:
-    info = tarfile.TarInfo(name)
-    info.size, info.mtime = size, 1_300_000_000
-    return info.tobuf(tarfile.USTAR_FORMAT)
-
-
 def make(path: Path, images: int, nested: bool) -> None:
     """Write a tar file of the class folders, or of a tar file for each class."""
+
+    def header(name: str, size: int) -> bytes:
+        info = tarfile.TarInfo(name)
+        info.size = size
+        return info.tobuf(tarfile.USTAR_FORMAT)
+
     Image.new("RGB", (1, 1)).save(png := io.BytesIO(), "PNG")
     data = png.getvalue().ljust(512, b"\0")
     with open(path, "wb") as file:
@@ -53,11 +53,6 @@ def make(path: Path, images: int, nested: bool) -> None:
         file.write(bytes(1024))
 
 
-def private_mb(pid: int) -> float:
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return sum(int(x.split()[1]) for x in lines if x.startswith("Private")) / 1000
-
-
 def measure(data: Path) -> None:
     """In a process of its own: print what the index and the workers take."""
     for title in ("made", "cached"):
@@ -69,8 +64,11 @@ def measure(data: Path) -> None:
     batches = batches_of(source, TrainSampler(len(source), BATCH, (0, 1), 1, 0), 2)
     for count in (1, STEPS):
         list(islice(batches, count))
-        sizes = [f"{private_mb(one.pid):.0f}" for one in multiprocessing.active_children()]
-        print(f"MB of each worker's own: {' '.join(sizes)}", flush=True)
+        sizes = []
+        for worker in multiprocessing.active_children():
+            rows = Path(f"/proc/{worker.pid}/smaps_rollup").read_text().splitlines()
+            sizes.append(sum(int(x.split()[1]) for x in rows if x.startswith("Private")) / 1000)
+        print(f"MB of each worker's own after {count} batches: {sizes}", flush=True)
 
 
 def main() -> None:
@@ -83,9 +81,8 @@ def main() -> None:
             make(Path(folder, "train.tar"), args.images, nested)
             time.sleep(3)  # the index of a file that has just changed is not kept
             print(f"{args.images} images in {'tar files in a' if nested else 'one'} tar file")
-            process = multiprocessing.get_context("spawn").Process(
-                target=measure, args=(Path(folder),)
-            )
+            spawn = multiprocessing.get_context("spawn")
+            process = spawn.Process(target=measure, args=(Path(folder),))
             process.start()
             process.join()
 
