@@ -65,7 +65,7 @@ JPEG, PNG, TIFF = ODD["jpeg"], ODD["png"], ODD["tiff"]
     [b"", b"<html>404</html>", JPEG[:300], JPEG[: len(JPEG) // 2], PNG[:-400], TIFF[:1000]],
     ids=range(6),
 )
-def test_decode_refuses_what_is_no_whole_image(data):
+def test_decode_rejects_incomplete_images(data):
     with pytest.raises(ValueError, match=r"\w+"):
         im.decode(data)
 

@@ -168,7 +168,7 @@ def test_damaged_cache_is_made_again(root, scans):
             assert len(scans) == 3
 
 
-def test_read_only_folder_is_told_and_used(root, capsys, monkeypatch):
+def test_read_only_folder_is_reported_and_used(root, capsys, monkeypatch):
     monkeypatch.setattr(os, "replace", mock.Mock(side_effect=OSError(30, "Read-only")))
     assert len(Folder(root, CLASSES)) == 15
     assert capsys.readouterr().out == ""

@@ -119,7 +119,7 @@ def test_a_node_without_the_library_trains_on_the_same_pixels(library, tmp_path,
     assert torch.equal(*made.values())
 
 
-def test_others_are_left_to_whole_decoding():
+def test_other_files_are_decoded_whole():
     data = of_kind("4:2:0")
     at = data.index(b"\xff\xc0") + 5  # of the height, in the frame header
     others = {
@@ -133,7 +133,7 @@ def test_others_are_left_to_whole_decoding():
         assert part_of.shape_of(other) is None, kind
 
 
-def test_pixels_that_the_file_has_not_got_are_refused_silently(library, capfd):
+def test_pixels_outside_the_file_are_rejected_silently(library, capfd):
     data = of_kind("4:2:0")
     assert part_of.decode_region(data, (0, 0, 131, 173), library) is not None
     for box in ((1, 0, 131, 173), (0, 1, 131, 173), (2**31, 0, 2, 2)):
@@ -172,7 +172,7 @@ def test_asking_whether_it_is_built_needs_no_torch(library):
     assert python("-c", "; ".join(lines)) == Result(0, "", "")
 
 
-def test_other_pixels_are_not_taken(library, not_built, tmp_path, monkeypatch, capsys):
+def test_a_library_with_other_pixels_is_rejected(library, not_built, tmp_path, monkeypatch, capsys):
     """As of a libjpeg that upsamples colour in another way."""
     other, text = tmp_path / "other.c", part_of.SOURCE.read_text()
     other.write_text(text.replace("jpeg_start", "jpeg.do_fancy_upsampling = 0;\n    jpeg_start", 1))
@@ -184,7 +184,7 @@ def test_other_pixels_are_not_taken(library, not_built, tmp_path, monkeypatch, c
     assert {path.name for path in tmp_path.iterdir()} == {part_of.LIBRARY.name, "other.c"}
 
 
-def test_what_is_missing_is_said(not_built, monkeypatch, capsys):
+def test_what_is_missing_is_reported(not_built, monkeypatch, capsys):
     monkeypatch.setenv("CC", f"{sys.executable} -c 1/0")
     assert build_region_decode.main([]) == 2
     assert "it needs libjpeg-turbo's header: apt install gcc" in capsys.readouterr().err
@@ -194,7 +194,7 @@ def test_what_is_missing_is_said(not_built, monkeypatch, capsys):
     assert note.startswith("note: ") and "no C compiler no-such-cc: apt install gcc" in note
 
 
-def test_a_run_that_waits_for_decoding_is_told(not_built, logged):
+def test_a_run_that_waits_for_decoding_gets_advice(not_built, logged):
     session = mock.MagicMock(args=SimpleNamespace(workers=1, data="photos"))
     session.train.reading = Reading(10, 800_000, 0.1, 1.0)
     session.train.bad.source = SimpleNamespace(stores_pixels=False, path=lambda image: "x.JPEG")

@@ -85,7 +85,7 @@ def test_the_same_images_are_mixed_in_any_slices(images, batch, ranks, accum):
 
 
 @pytest.mark.parametrize(("ranks", "accum", "batch"), [(2, 1, 5), (1, 2, 3), (3, 1, 37)])
-def test_slices_that_cut_pairs_are_refused_where_images_are_mixed(ranks, accum, batch):
+def test_slices_that_separate_pairs_are_rejected_where_images_are_mixed(ranks, accum, batch):
     sampler = TrainSampler(40, batch, (0, ranks), accum, seed=0)
     for alphas in ((0.0, 1.0), (0.4, 0.0)):
         with pytest.raises(UserError, match="choose an even -b"):

@@ -85,7 +85,7 @@ def test_names_classes_and_reports(source, packed):
     check_same_classes(out, "val", class_folders(out / "train"), subset=False)
     one, other = index_of(source), index_of(out)
     assert one.paths == other.paths and (one.targets == other.targets).all()
-    assert one.fingerprint() != other.fingerprint(), "nodes with other pixels are refused"
+    assert one.fingerprint() != other.fingerprint(), "nodes with other pixels are rejected"
     some = open_source(out / "train", ["class_2", "class_1"])
     expected = open_source(source / "train", ["class_2", "class_1"])
     assert some.paths == expected.paths and some.targets.tolist() == [0] * 12 + [1] * 13
@@ -119,7 +119,7 @@ def test_pixels_are_those_of_a_careful_reduction(tmp_path, monkeypatch):
 # ---------------------------------------------------------------------------- damages
 
 
-def test_a_pack_that_is_not_whole_is_a_sentence(copy):
+def test_an_incomplete_pack_is_an_error_line(copy):
     file, index = copy / "train" / "00001.pixels", copy / "train" / "pack.npz"
     for spoil in (lambda: os.truncate(file, 5000), file.unlink):
         spoil()
@@ -176,7 +176,7 @@ def test_what_is_interrupted_or_removed_is_made_and_no_more(source, packed, tmp_
     assert tree(out) == tree(packed[0])
 
 
-def test_what_is_refused(source, copy, tmp_path):
+def test_what_is_rejected(source, copy, tmp_path):
     new = tmp_path / "new"
     for command in ("shrink", "pack"):
         assert "holds decoded pixels" in fail(command, copy, new)

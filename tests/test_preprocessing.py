@@ -94,7 +94,7 @@ def test_sizes_on_the_command_line_take_precedence(
         ("--val-resize-size 223", "size 223 is smaller than the crop, --image-size 224"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(monkeypatch, parse, folder, line, message):
+def test_sizes_that_do_not_fit_are_rejected(monkeypatch, parse, folder, line, message):
     small = VisionTransformer(224, 32, num_layers=1, num_heads=1, hidden_dim=8, mlp_dim=8)
     monkeypatch.setattr(models, "create", lambda *_: small)
     with pytest.raises(UserError, match=message):
@@ -102,7 +102,7 @@ def test_sizes_that_do_not_fit_are_refused(monkeypatch, parse, folder, line, mes
         models.build(Namespace(**parsed), 3)
 
 
-def test_omitted_sizes_are_those_of_the_checkpoint_before_the_precision_is_chosen(
+def test_omitted_sizes_come_from_the_checkpoint_before_the_precision_is_chosen(
     monkeypatch, parse, folder, tmp_path
 ):
     """bf16 pays off on a CPU from 224 pixels on."""
@@ -121,7 +121,7 @@ def test_omitted_sizes_are_those_of_the_checkpoint_before_the_precision_is_chose
         assert amp.autocast_dtype(args, world) is dtype
 
 
-def test_a_run_evaluates_its_model_with_the_images_that_it_was_trained_on(folder, tmp_path):
+def test_evaluation_uses_the_preprocessing_of_training(folder, tmp_path):
     """The checkpoint says how, except for sizes on the command line."""
     command = ("imagenet_nd.py", "-a", "tiny_plain", "-j", 0, "--output-dir", tmp_path, folder)
     text = "40 pixels (evaluation: the centre of 43), bicubic, mean 0.5 0.5 0.5, std 0.5 0.5 0.5\n"

@@ -113,7 +113,7 @@ def ring_of(slots, batch, size) -> Ring:
     return ring
 
 
-def test_no_memory_is_a_sentence():
+def test_too_little_memory_is_an_error_line():
     with pytest.raises(UserError, match=r"no memory for 18 batches of 1000000000 images.*-j"):
         ring_of(18, 10**9, 224)
 

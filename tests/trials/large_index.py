@@ -85,6 +85,8 @@ def main() -> None:
             process = spawn.Process(target=measure, args=(Path(folder),))
             process.start()
             process.join()
+            if process.exitcode:
+                sys.exit("error: no index was made")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ TRIALS = {  # name: what it shows, and the command
     "kills": ("killed runs continue bit for bit", "kill_runs.py --kills 100"),
     "launchers": ("a killed launcher leaves no process", "early_kills.py --runs 60 {data}"),
     "starts": ("no way to exchange gradients hangs", "comm_starts.py --starts 60"),
+    "index": ("tar files of 1.28 million images are indexed", "large_index.py"),
     "faults": ("runs on several nodes continue after each fault", "faults.py"),
 }
 
