@@ -254,8 +254,16 @@ class Archive(Source):
         super().__init__(root, chosen, paths, [index.counts[n] for n in taken])
         self.files, self.records = index.files, index.records[rows]
         self.numbers = index.numbers[rows].astype(np.uint16)
-        self._buffer = np.empty(0, np.uint8)
-        self._handles = open_files(index.files)
+        self._buffer, self._handles = np.empty(0, np.uint8), []
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # shards may be thousands
+        for path in index.files:
+            try:
+                self._handles.append(open_regular(path, os.O_RDONLY | os.O_CLOEXEC))
+            except OSError as error:
+                text = f"cannot open {path} ({error.strerror or error})"
+                raise UserError(text, on_every_rank=True) from None
+            os.posix_fadvise(self._handles[-1], 0, 0, os.POSIX_FADV_RANDOM)  # do not read ahead
         weakref.finalize(self, lambda handles: [*map(os.close, handles)], self._handles)
 
     def stored(self, image: int) -> tuple[str, int, int]:
@@ -285,21 +293,6 @@ class Archive(Source):
                 raise OSError(f"{name} ends before the image does")
             done += got
         return target
-
-
-def open_files(paths: list[str]) -> list[int]:
-    """Descriptors of all files, for reading at random places. Raises: `UserError`."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # shards may be thousands
-    handles = []
-    for path in paths:
-        try:
-            handles.append(open_regular(path, os.O_RDONLY | os.O_CLOEXEC))
-        except OSError as error:
-            text = f"cannot open {path} ({error.strerror or error})"
-            raise UserError(text, on_every_rank=True) from None
-        os.posix_fadvise(handles[-1], 0, 0, os.POSIX_FADV_RANDOM)  # do not read ahead
-    return handles
 
 
 # ---- the parts of a data set: DATA/train, DATA/val, DATA/test
