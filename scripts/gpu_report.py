@@ -89,9 +89,8 @@ def section(part: Part, deadline: float, names: dict[str, str], small: bool) -> 
         seconds = min(part.seconds, deadline - time.monotonic())
         if seconds < 5:
             return f"{left_out}Left out: no time was left (`--minutes`)."
-        command = part.command.replace("{model}", names["model"]) + f" {few}"
-        # {out} may have spaces in it, and {input} may be nothing.
-        words = [filled for word in command.split() if (filled := word.format(**names))]
+        line = f"{part.command} {few}".format(**names | {"out": "{out}"})  # --out may have spaces
+        words = [word.replace("{out}", names["out"]) for word in line.split()]
         print(f"... {part.title} (at most {seconds:.0f} s)", file=sys.stderr, flush=True)
         began = time.monotonic()
         try:
@@ -129,7 +128,7 @@ def main() -> int:
         "half": "bf16" if small else "fp16",
         "out": str(out),
         "gpus": str(gpus),
-        "input": "" if photographs.find() else f"{out}/sample",
+        "input": "" if photographs.find() else "{out}/sample",
         "workers": str(launch.usable_cores()),
     }
     text = f"# GPU report\n\n{date.today():%d %B %Y}, `bash scripts/gpu_report.sh`\n"
