@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"... {place}", file=sys.stderr, flush=True)
         measured = measure(gbit, nodes, args)
         if args.rank:
-            return 0
+            continue
         alone = measured.pop(ALONE)
         for name, each in measured.items():
             rounds.add_ratio(each, alone, "ms_per_step", "efficiency")
@@ -86,7 +86,8 @@ def main(argv: list[str] | None = None) -> int:
         advice.append(f"{place}: {recommend(measured)}")
     head = "nodes|method" if args.master else "Gbit/s|nodes|method"
     columns = COLUMNS | {f"to {args.methods[0]}": ("ratio", ".2f")}
-    print(rounds.table(head, rows, columns), *advice, sep="\n")
+    if args.rank == 0:
+        print(rounds.table(head, rows, columns), *advice, sep="\n")
     return 0
 
 
