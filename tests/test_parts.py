@@ -88,8 +88,9 @@ def test_position_embeddings_are_resized_to_the_images(tmp_path):
 )
 def test_a_file_that_does_not_fit_is_a_sentence(tmp_path, content, sentence):
     file = saved(tmp_path, content)
+    args = Namespace(arch="resnet18", pretrained=file)
     with pytest.raises(UserError, match=sentence):
-        foreign.saved_preprocessing(file)
+        foreign.expected_preprocessing(args, local=True)
         foreign.load_weights(small_resnet(), file, "resnet18", 5)
 
 

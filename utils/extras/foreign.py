@@ -34,12 +34,13 @@ def expected_preprocessing(args: Namespace, local: bool) -> Preprocessing | None
 
     Without ``local`` the file may be missing here.
     """
-    published = published_preprocessing(args.arch)
-    if args.pretrained is True and published is None:
+    published, file = published_preprocessing(args.arch), args.pretrained
+    if file is True and published is None:
         raise UserError(f"timm has no pretrained weights of {args.arch}: leave --pretrained out")
-    is_file = isinstance(args.pretrained, str) and (local or os.path.isfile(args.pretrained))
-    own = saved_preprocessing(args.pretrained) if is_file else None
-    return own or published
+    if file is True or not (local or os.path.isfile(file)):
+        return published
+    saved = read_weights(file).get("preprocessing")  # in a file of this suite
+    return published if saved is None else Preprocessing.from_dict(saved, file)
 
 
 def published_preprocessing(arch: str) -> Preprocessing | None:
@@ -130,12 +131,6 @@ def plain_weights(
 # ---- --pretrained FILE
 
 
-def saved_preprocessing(file: str) -> Preprocessing | None:
-    """The preprocessing in a file of this suite; None for other files. Raises: `UserError`."""
-    saved = read_weights(file).get("preprocessing")
-    return None if saved is None else Preprocessing.from_dict(saved, file)
-
-
 def load_weights(model: nn.Module, file: str, arch: str, classes: int) -> list[str]:
     """Load the weights in ``file`` into ``model``, whose last layer has ``classes`` logits.
 
@@ -170,12 +165,14 @@ def load_weights(model: nn.Module, file: str, arch: str, classes: int) -> list[s
         raise UserError(f"{path} does not fit {arch}: {why}", on_every_rank=True)
     model.load_state_dict(own | fitted)
     scale_input_as(content, model)
-    notes = [f"weights from {path}: {len(fitted)} of {len(own)} tensors", *notes]
-    left = [name for name in saved_weights if name not in own]
-    kinds = {"new": new_head, "not in the file, so new": missing}
-    kinds["not in the model, so left out"] = left
+    kinds = {
+        "new": new_head,
+        "not in the file, so new": missing,
+        "not in the model, so left out": [name for name in saved_weights if name not in own],
+    }
     notes += [f"{kind}: {_list(names)}" for kind, names in kinds.items() if names]
-    return [*([note] if note else []), "; ".join(notes)]
+    text = "; ".join([f"weights from {path}: {len(fitted)} of {len(own)} tensors", *notes])
+    return [note, text] if note else [text]
 
 
 def resized(positions: Tensor, own: Tensor, model: nn.Module) -> Tensor:
