@@ -5,11 +5,12 @@
     python scripts/bench_input.py DATA        # on the training images of DATA
     python scripts/bench_input.py --latency 0,1,5   # folder and tar files on a slow disk
 
-Prints a Markdown table. It includes timm, DALI and SPDL if they are installed. The pipelines take
-turns, so that a change of the machine's speed affects all of them. Figures are medians over the
-rounds. Ratios compare CPU time, which other programs disturb least. A faster pipeline makes more
-batches per round, so that all take about as long. CPU time includes the workers, from start to
-end, and this process, which receives the batches. With -j 0 one thread of this process makes them.
+Prints a Markdown table. It includes timm, DALI and SPDL if they are installed; SPDL also needs
+FFmpeg's libraries (apt-get install ffmpeg). The pipelines take turns, so that a change of the
+machine's speed affects all of them. Figures are medians over the rounds. Ratios compare CPU time,
+which other programs disturb least. A faster pipeline makes more batches per round, so that all take
+about as long. CPU time includes the workers, from start to end, and this process, which receives
+the batches. With -j 0 one thread of this process makes them.
 
 --latency simulates a slow disk. It delays each open, each stat by name, and each read that Linux's
 read-ahead of 128 KB would not have served, by this many milliseconds. A preloaded library does this
