@@ -368,6 +368,7 @@ def test_simulated_nodes_with_a_slow_link(folder, tmp_path):
     need()
     words = study(tmp_path, "--simulate 2 --link 300mbit", f"imagenet_ddp.py {folder}")
     with run(words, **ENV) as started:
+        started.allow(3 * TIMEOUT)  # two runs, of three processes
         done = started.result()
     assert done.code == 0, done.out + done.err
     assert "| Global Batch Size | 5 | 10 |" in (tmp_path / "book/s.md").read_text()

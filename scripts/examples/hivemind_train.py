@@ -172,26 +172,26 @@ def train(args: Namespace, world: World) -> int:
             began, sums, first = time.monotonic(), Sums(device), swarm.local_epoch
             state.begin_epoch()
             model.train()
-            while (position := swarm.local_epoch) < (state.epoch + 1) * steps:
-                images, targets = next(own_batches)
+            while swarm.local_epoch < (state.epoch + 1) * steps and not training.stop.poll():
+                before, (images, targets) = swarm.local_epoch, next(own_batches)
                 loss, logits = train_step(images, targets)
                 sums.add(loss * len(targets), logits, targets)
                 own += len(targets)
-                if training.stop.poll():
-                    break
-                if position != swarm.local_epoch and swarm.local_epoch % args.print_freq == 0:
+                if before != swarm.local_epoch and swarm.local_epoch % args.print_freq == 0:
                     now, step = divmod(swarm.local_epoch - 1, steps)
                     seen = swarm.local_epoch * args.target_batch
                     log.info(
                         f"Epoch {now + 1}/{args.epochs} step {step + 1}/{steps}  peers {peers()}  "
                         f"images of all {seen}"
                     )
-            if not training.stop.reason:
-                state.epoch = swarm.local_epoch // steps - 1  # a late peer begins in a later epoch
-            state.step = swarm.local_epoch - state.epoch * steps
             if training.stop.reason:
+                state.step = swarm.local_epoch - state.epoch * steps
                 loop.close_epoch(training, None, None)
                 break
+            state.epoch, state.step = (
+                swarm.local_epoch // steps - 1,
+                steps,
+            )  # a late peer skips some
             done = (swarm.local_epoch - first) * args.target_batch
             trained = {
                 **to_metrics(sums.total(world)).tags("train"),  # on this peer's images
