@@ -143,11 +143,8 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         usage=usage, description=__doc__, formatter_class=Formatter, allow_abbrev=False
     )
     add = parser.add_argument
-    add(
-        "--address",
-        default="auto",
-        help="Ray's head node; default: $RAY_ADDRESS, else this machine",
-    )
+    text = "Ray's head node; default: $RAY_ADDRESS, else this machine"
+    add("--address", default="auto", help=text)
     text = "number of nodes"
     add("--nodes", dest="elastic", type=_nodes, required=True, metavar="N|MIN:MAX", help=text)
     add("--gpus", type=count, help="GPUs per node, one process each; default: all")
