@@ -11,7 +11,7 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from utils.extras.comparison import entry
+from utils.extras.comparison import opening
 
 SCRIPT = "scripts/compare_runs.py"
 BEGAN = 1_596_976_425.0  # 9 August 2020
@@ -38,7 +38,7 @@ def write(
     with open(path, "wb") as file:
         writer = RecordWriter(file)
         writer.write(Event(wall_time=began, file_version="brain.Event:2").SerializeToString())
-        for summary in entry(options) if options else ():
+        for summary in opening(options) if options else ():
             writer.write(Event(wall_time=began, summary=summary).SerializeToString())
         now = began
         for x, values in epochs.items():

@@ -18,14 +18,14 @@ from utils.atomic import read_checkpoint
 from utils.errors import UserError
 from utils.extras.o2 import LossScaler
 from utils.optim import sgd
-from utils.resume import load_parts, load_weights
+from utils.resume import load
 from utils.snapshots import TrainState, best_of, snapshot_of, write
 from utils.world import World
 
 CPU = torch.device("cpu")
 CLASSES = ["a", "b", "c"]
 WORLD = World(CPU)
-ARGS = Namespace(arch="tiny", evaluate=False, start_epoch=None)
+ARGS = Namespace(arch="tiny", evaluate=False, start_epoch=None, ema=None)
 OPTIONS = {"arch": "tiny", "lr": 0.1}
 
 
@@ -67,10 +67,7 @@ def same_weights(one, other):
 
 def resume(state, args, path, classes=None):
     """Load a file, as `utils.loop.resume` does. Returns: whether it was a snapshot of ours."""
-    content = read_checkpoint(path)
-    for note in load_weights(state, args, content, path, classes):
-        logging.getLogger("utils").info(note)
-    for note in [] if args.evaluate else load_parts(state, args, content, path):
+    for note in load(state, args, read_checkpoint(path), path, classes):
         logging.getLogger("utils").info(note)
     return state.resumed
 

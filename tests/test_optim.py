@@ -182,7 +182,7 @@ def test_a_step_that_overflows_leaves_no_trace():
 
 # ---- snapshots
 
-ARGS = Namespace(arch="tiny", evaluate=False, start_epoch=None)
+ARGS = Namespace(arch="tiny", evaluate=False, start_epoch=None, ema=None)
 
 
 def state_of(line: str) -> TrainState:

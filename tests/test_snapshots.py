@@ -1,4 +1,4 @@
-"""Files that exist as a whole or not at all; snapshots, with faults at every place of a write."""
+"""Files that exist as a whole or not at all; snapshots, with errors at every place of a write."""
 
 import copy
 import os
@@ -15,18 +15,12 @@ import torch
 from conftest import SMALL, python, summary, train
 from joined import start
 from running import fill, same, small_disk
-from test_checkpoint import ARGS, CLASSES, build, ours, resume, same_weights, trained
+from test_checkpoint import ours, trained
 
 from utils import snapshots
 from utils.atomic import link_atomically, read_checkpoint, save_atomically
 from utils.errors import UserError
-from utils.snapshots import (
-    PREVIOUS,
-    SNAPSHOT,
-    SnapshotWriter,
-    read_whole,
-    write,
-)
+from utils.snapshots import PREVIOUS, SNAPSHOT, SnapshotWriter, read_whole, write
 
 
 def save_epoch(folder, epoch):
@@ -45,30 +39,6 @@ def flip_a_weight(path):
     path.write_bytes(content)
 
 
-DAMAGES = {
-    "flipped": flip_a_weight,
-    "missing": lambda path: path.unlink(),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_snapshot_gives_way_to_the_one_before(tmp_path, logged, damage):
-    save_epoch(tmp_path, 1)
-    save_epoch(tmp_path, 2)
-    path = tmp_path / SNAPSHOT
-    DAMAGES[damage](path)
-    assert snapshots.latest(tmp_path) == (path if damage != "missing" else tmp_path / PREVIOUS)
-    state = replace(build(seed=9), global_batch=32)
-    assert resume(state, ARGS, read_whole(path)[0], CLASSES)
-    assert same_weights(state, trained(seed=1))
-    assert re.search(
-        f"warning: .*{path}.*; continuing from the snapshot before it, .*{PREVIOUS}", logged[0]
-    )
-    os.truncate(tmp_path / PREVIOUS, 100)
-    with pytest.raises(UserError, match=f"{PREVIOUS} is not a checkpoint"):
-        read_whole(path)
-
-
 @pytest.mark.parametrize("make", ["mkfifo {}", "mkdir {}", "ln -s /not/mounted {}"])
 def test_a_snapshot_that_cannot_be_looked_at_begins_no_run_anew(tmp_path, make):
     """As a link to a disk that is not mounted today."""
@@ -80,26 +50,26 @@ def test_a_snapshot_that_cannot_be_looked_at_begins_no_run_anew(tmp_path, make):
             look(tmp_path)
 
 
-# ---- the calls of a write, and faults at each of them
+# ---- the calls of a write, and errors in each of them
 
 
 @pytest.fixture
 def calls(monkeypatch):
     """The system calls for durable files, in order: names, with what they were made on."""
-    found, fsync, replace = [], os.fsync, os.replace
+    made, fsync, replace = [], os.fsync, os.replace
 
     def note_fsync(handle):
         path, size = Path(os.readlink(f"/proc/self/fd/{handle}")), os.fstat(handle).st_size
-        found.append(f"fsync {path}" if path.is_dir() else f"fsync {size} bytes")
+        made.append(f"fsync {path}" if path.is_dir() else f"fsync {size} bytes")
         fsync(handle)
 
     def note_replace(source, target):
-        found.append(f"name {Path(target).name}")
+        made.append(f"name {Path(target).name}")
         replace(source, target)
 
     monkeypatch.setattr(os, "fsync", note_fsync)
     monkeypatch.setattr(os, "replace", note_replace)
-    return found
+    return made
 
 
 def test_a_durable_file_is_flushed_before_it_has_its_name_and_the_name_after(tmp_path, calls):
@@ -107,18 +77,16 @@ def test_a_durable_file_is_flushed_before_it_has_its_name_and_the_name_after(tmp
     long = "x" * 255  # as the file system allows
     save_atomically(lambda file: file.write(b"abc"), tmp_path / long, durable=False)
     assert (tmp_path / long).read_bytes() == b"abc"
-    save_atomically(lambda file: file.write(b"abc"), tmp_path / "safe")
-    assert calls == [f"name {long}", "fsync 3 bytes", "name safe", f"fsync {tmp_path}"]
     for step in (1, 2, 3):
+        assert calls  # of the file before
         calls.clear()
-        snapshots.write({"step": step}, tmp_path / "snapshot.pt")
-    size = (tmp_path / "snapshot.pt").stat().st_size
-    kept = "name snapshot_previous.pt"
-    assert calls == [f"fsync {size} bytes", kept, "name snapshot.pt", f"fsync {tmp_path}"]
-    found = {path.name for path in tmp_path.iterdir()}
-    assert found == {long, "safe", "snapshot.pt", "snapshot_previous.pt"}
-    assert read_checkpoint(tmp_path / "snapshot.pt") == {"step": 3}
-    assert read_checkpoint(tmp_path / "snapshot_previous.pt") == {"step": 2}
+        snapshots.write({"step": step}, tmp_path / SNAPSHOT)
+    size = (tmp_path / SNAPSHOT).stat().st_size
+    kept = f"name {PREVIOUS}"
+    assert calls == [f"fsync {size} bytes", kept, f"name {SNAPSHOT}", f"fsync {tmp_path}"]
+    assert {path.name for path in tmp_path.iterdir()} == {long, SNAPSHOT, PREVIOUS}
+    assert read_checkpoint(tmp_path / SNAPSHOT) == {"step": 3}
+    assert read_checkpoint(tmp_path / PREVIOUS) == {"step": 2}
 
 
 @pytest.mark.parametrize("by_link", [True, False])
@@ -138,7 +106,7 @@ def test_linked_or_copied(tmp_path, monkeypatch, by_link):
 
 @pytest.mark.parametrize("name", ["fsync", "link", "replace", "open", "unlink"])
 @pytest.mark.parametrize("deadly", [False, True], ids=["ENOSPC", "kill"])
-def test_a_fault_at_any_call_leaves_a_readable_snapshot(tmp_path, name, deadly):
+def test_an_error_in_any_call_leaves_a_readable_snapshot(tmp_path, name, deadly):
     """The n-th call of a function fails, or the process dies in it; for each n that there is."""
     code, number = None, 0
     while code != 0:  # then there was no n-th call
@@ -166,8 +134,8 @@ def test_a_fault_at_any_call_leaves_a_readable_snapshot(tmp_path, name, deadly):
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         assert code in ((-9, 0) if deadly else (9, 0, 1))
         assert epoch_of(tmp_path / SNAPSHOT) in (2, 3)
-        for left in tmp_path.iterdir():
-            left.unlink()
+        for path in tmp_path.iterdir():
+            path.unlink()
 
 
 # ---- in the background
@@ -192,9 +160,9 @@ def test_what_is_written_is_the_state_at_the_call(tmp_path, monkeypatch):
     again.join()
     writer.wait()
     assert not writer.busy
-    found = read_checkpoint(tmp_path / PREVIOUS)
-    assert (found["progress"]["epoch"], len(found["progress"]["history"])) == (2, 2)
-    assert same(found["model"], before)
+    first = read_checkpoint(tmp_path / PREVIOUS)
+    assert (first["progress"]["epoch"], len(first["progress"]["history"])) == (2, 2)
+    assert same(first["model"], before)
     assert not read_checkpoint(tmp_path / SNAPSHOT)["model"]["0.weight"].any()
     assert len(writer.pauses) == 2
 
@@ -213,37 +181,46 @@ def test_a_failing_write_is_reported_once_until_it_works_again(tmp_path, logged)
 LINE = ("-a", "tiny_plain", "-b", "10", "-j", "0", "--image-size", "32", "--name", "x")
 
 
+@pytest.fixture(scope="module")
+def stopped(folder, tmp_path_factory):
+    """The folder of a run of one epoch."""
+    place = tmp_path_factory.mktemp("stopped")
+    train("imagenet_nd.py", *LINE, "--output-dir", place, "--epochs", "1", folder)
+    return place
+
+
 @pytest.fixture
-def run(folder, tmp_path):
-    """A run that was stopped after its first epoch, and a function that continues it."""
-    where = (*LINE, "--output-dir", tmp_path, folder)
-    train("imagenet_nd.py", *where, "--epochs", "1")
-
-    def again(*options, env=None):
-        return python("imagenet_nd.py", *where, "--epochs", "2", "--resume", *options, **env or {})
-
-    return tmp_path / "x", again
+def run(stopped, tmp_path, folder):
+    """A copy of that run, and a function that continues it."""
+    where = (*LINE, "--output-dir", tmp_path, "--epochs", "2", folder)
+    return (
+        shutil.copytree(stopped / "x", tmp_path / "x"),
+        lambda *options: python("imagenet_nd.py", *where, "--resume", *options),
+    )
 
 
-def files_of(run):
-    return {path.name: path.read_bytes() for path in run.iterdir()}
-
-
-def test_a_damaged_snapshot_is_never_kept_as_the_previous_one(run):
-    """The next save keeps the whole one until the new one has its name."""
+@pytest.mark.parametrize("damage", [flip_a_weight, Path.unlink])
+def test_a_damaged_snapshot_gives_way_to_the_one_before(run, damage):
+    """And is never kept as the previous one, when the next one is saved."""
     folder, again = run
     shutil.copy(folder / SNAPSHOT, folder / PREVIOUS)
-    os.truncate(folder / SNAPSHOT, 1000)
+    damage(folder / SNAPSHOT)
     done = again("auto", "--train-time", "0")
     assert done.code == 0, done.err
     assert f"resumed from {folder / PREVIOUS}: epoch 2" in done.out
     assert epoch_of(folder / PREVIOUS) == epoch_of(folder / SNAPSHOT) == 1
-    assert (folder / "snapshot_damaged.pt").stat().st_size == 1000
+    if damage == flip_a_weight:
+        assert f"continuing from the snapshot before it, {folder / PREVIOUS}" in done.out
+        with pytest.raises(UserError, match="damaged"):
+            read_checkpoint(folder / "snapshot_damaged.pt")
+    for name in (SNAPSHOT, PREVIOUS):
+        os.truncate(folder / name, 100)
+    again("auto").fails_with(f"{PREVIOUS} is not a checkpoint")
 
 
 @pytest.mark.parametrize("damaged", [False, True])
 def test_a_newer_snapshot_without_its_name_is_used(run, damaged):
-    """As a process leaves it that is killed between the write and the renaming."""
+    """A process that is killed between the write and the renaming leaves one."""
     folder, again = run
     newer = read_checkpoint(folder / SNAPSHOT)
     newer["progress"]["elapsed"] = 4321.0
@@ -263,7 +240,7 @@ def test_a_newer_snapshot_without_its_name_is_used(run, damaged):
 
 
 @pytest.mark.parametrize("how", ["best", "file", "other", "no position"])
-def test_what_would_begin_a_run_anew_in_its_own_directory_is_refused(run, tmp_path, how):
+def test_weights_do_not_begin_a_run_anew_in_its_own_directory(run, tmp_path, how):
     """A snapshot without its position, best.pt in its place, weights from elsewhere."""
     folder, again = run
     content, file = read_checkpoint(folder / SNAPSHOT), "auto"
@@ -275,18 +252,19 @@ def test_what_would_begin_a_run_anew_in_its_own_directory_is_refused(run, tmp_pa
     else:
         shutil.copy(folder / "best.pt", folder / SNAPSHOT)
         file = "auto" if how == "best" else folder / SNAPSHOT
-    before = files_of(folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
     again(file).fails_with("no position in a training", folder, "--pretrained")
-    assert files_of(folder) == before
-    assert again(file, "--start-epoch", "1").code == 0, "it was asked for"
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert again(file, "--start-epoch", "1").code == 0, "--start-epoch asks for it"
 
 
-def test_a_full_disk_does_not_end_a_training(folder, tmp_path):
-    with small_disk(tmp_path) as disk:
-        train_on_a_full(disk, folder)
+@pytest.fixture
+def disk(tmp_path):
+    with small_disk(tmp_path) as place:
+        yield place
 
 
-def train_on_a_full(disk, folder):
+def test_a_full_disk_does_not_end_a_training(folder, disk):
     run, ballast = disk / "x", disk / "ballast"
     line = ("-a", "tiny_full", "--epochs", 2, "-b", 5, "-p", 1, "--lr", "0.05")
     line += ("--output-dir", disk, "--name", "x", folder)

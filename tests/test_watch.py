@@ -1,4 +1,4 @@
-"""The parts of a step and printed lines, which are read late; GPU and CPU; what limits a run."""
+"""The parts of a step, read late; GPU and CPU; printed lines; what limits a run."""
 
 import math
 import re
@@ -14,52 +14,52 @@ from running import eventually
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from utils.extras import advice, watch
+from utils.extras import advice
 from utils.extras.watch import StepTimer, Watch
 from utils.world import World
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
-class Counter:
-    """A clock that counts marks; only those up to ``device`` have passed."""
+class Marks:
+    """Counts the marks of a timer, one a second; the device has passed those up to ``passed``."""
 
-    def __init__(self):
-        self.marks, self.device = 0, 10**6
+    def __init__(self, timer: StepTimer):
+        self.number, self.passed, timer.mark = 0, 10**6, self.next
 
-    def mark(self):
-        self.marks += 1
-        return self.marks
+    def next(self):
+        self.number += 1
+        return self.at(self.number)
 
-    def seconds(self, begin, end):
-        assert self.passed(begin), "read before it passed"
-        assert self.passed(end), "read before it passed"
-        return end - begin
+    def at(self, number):
+        def milliseconds(end):
+            assert max(number, end.number) <= self.passed, "read before it passed"
+            return 1000 * (end.number - number)
 
-    def passed(self, mark):
-        return mark <= self.device
+        return SimpleNamespace(
+            number=number, query=lambda: number <= self.passed, elapsed_time=milliseconds
+        )
 
 
 @pytest.fixture
 def timer():
-    one = StepTimer(nn.Linear(1, 1), CPU, distributed=False)
-    one.clock = Counter()
-    one.start()  # mark 1
-    return one
+    return StepTimer(nn.Linear(1, 1), CPU, distributed=False)
 
 
 def test_nothing_is_read_before_the_device_has_passed_it(timer):
-    timer.clock.device = 0
+    marks = Marks(timer)
+    timer.start()  # mark 1
+    marks.passed = 0
     for _ in range(3):  # marks 2 3 4, 5 6 7, 8 9 10
         timer.begin()
         timer.end(update=True)
         timer.wait()
     assert timer.total["steps"] == 0
-    timer.clock.device = 6
+    marks.passed = 6
     timer.begin()  # 11
     timer.end(update=True)  # 12
     assert (timer.total["steps"], timer.recent()["compute"]) == (2, 1)
-    timer.clock.device = 99
+    marks.passed = 99
     assert timer.stop()["data"] == 1
     assert (timer.total["steps"], timer.recent()["compute"]) == (4, 1)
     timer.begin()  # evaluation, say: nobody asked
@@ -70,16 +70,18 @@ def test_nothing_is_read_before_the_device_has_passed_it(timer):
     assert timer.stop() == {}
 
 
-def test_parts_add_up_and_reports_are_no_part(timer):
-    timer.clock.marks = 10
+def test_parts_add_up_and_printing_is_no_part(timer):
+    marks = Marks(timer)
+    timer.start()  # 1
+    marks.number = 10
     timer.begin()  # 11: 10 s for data
-    timer.clock.marks = 20
+    marks.number = 20
     timer.end(update=False)  # 21: 10 s of compute
     timer.begin()  # 22: 1 s for data
-    timer.clock.marks = 30
-    timer.now.append(("communication", 24, 28))  # 4 s for other processes
+    marks.number = 30
+    timer.now.append(("communication", marks.at(24), marks.at(28)))  # 4 s for other processes
     timer.end(update=True)  # 31: 9 s
-    timer.clock.marks = 1000  # a line is printed
+    marks.number = 1000  # a line is printed
     timer.wait()  # 1001
     timer.begin()  # 1002
     timer.end(update=True)  # 1003
@@ -145,71 +147,67 @@ def test_curves_summary_and_trace_of_two_processes(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "comm", "told"),
+    ("seconds", "comm", "advised"),
     [
         (0.09, "fp32", []),
         (0.45, "fp32", ["45% of each step; try the option that", "or --comm fp16:", " 29% more"]),
         (0.45, "int8", ["45% of each step; try a larger -b"]),
     ],
 )
-def test_a_run_that_waits_for_communication_says_what_helps(logged, seconds, comm, told):
+def test_a_run_that_waits_for_communication_says_what_helps(logged, seconds, comm, advised):
     session = SimpleNamespace(world=SimpleNamespace(nodes=2), args=SimpleNamespace(comm=comm))
     record = {"Time/data": 0.1, "Time/compute": 0.9 - seconds, "Time/communication": seconds}
     advice.bottleneck(session, record | {"busy": 96.0})
-    assert len(logged) == bool(told)
-    assert all(words in logged[0] for words in told)
+    assert len(logged) == bool(advised)
+    assert all(words in logged[0] for words in advised)
 
 
 # ---- GPU and CPU
 
 
-def test_a_gpu_is_read_but_for_the_sensors_that_it_has_not(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_memory_used", lambda _: 3 * 2**30)
-    monkeypatch.setattr(torch.cuda, "power_draw", lambda _: 65_500)
-    for name in ("utilization", "temperature"):
-        monkeypatch.setattr(torch.cuda, name, lambda _: 1 / 0)
-    assert watch.read_gpu(GPU) == {"GPU/memory_gb": 3.0, "GPU/power_w": 65.5}
+def test_an_epochs_values_are_means_of_the_sensors_that_there_are(logged, monkeypatch):
+    """And the most memory. Of few samples there is no median."""
+    values = []
 
-
-def test_an_epochs_values_are_of_all_processes(logged, monkeypatch):
-    """The mean, and the most memory. Of few samples there is no median."""
-
-    def value(place):
+    def value(factor):
         """No samples but those that are asked for; at first none, as without NVML."""
         assert threading.current_thread() is threading.main_thread()
-        return values[place]
+        return factor * values[0]
 
-    values = []
-    monkeypatch.setattr(torch.cuda, "utilization", lambda _: value(0))
-    monkeypatch.setattr(torch.cuda, "device_memory_used", lambda _: 2**30 * value(0))
-    monkeypatch.setattr(torch.cuda, "power_draw", lambda _: value(0) and values.pop(0))
-    model = nn.Linear(1, 1)
-    state = SimpleNamespace(model=model, optimizer=torch.optim.SGD(model.parameters()))
+    monkeypatch.setattr(torch.cuda, "utilization", lambda _: value(1))
+    monkeypatch.setattr(torch.cuda, "device_memory_used", lambda _: value(2**30))
+    monkeypatch.setattr(torch.cuda, "power_draw", lambda _: value(1) and 1000 * values.pop(0))
+    monkeypatch.setattr(torch.cuda, "temperature", lambda _: 1 / 0)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 0)
-    with closing(Watch(SimpleNamespace(state=state, world=World(GPU)))) as one:
+    with closing(Watch(session(World(GPU)))) as one:
         assert logged == ["GPU utilisation is not recorded: pip install nvidia-ml-py"]
-        one.timer.clock = Counter()
+        Marks(one)
         for samples, busy in ((2, math.inf), (40, 50.0)):
             values = [1.0, *[20.0, 80.0, 50.0] * samples]
             list(one.timed([]))  # forgets the 1
             for _ in range(3 * samples - 1):
                 one.sample()
-            found = one.end_epoch()
-            wanted = {"GPU/utilisation_rank0": 50.0, "GPU/memory_gb_rank0": 80.0, "busy": busy}
-            assert found | wanted == found
+            measured = one.end_epoch()
+            expected = {"GPU/utilisation_rank0": 50.0, "GPU/power_w_rank0": 50.0, "busy": busy}
+            assert measured | expected | {"GPU/memory_gb_rank0": 80.0} == measured
+            assert "GPU/temperature_c_rank0" not in measured
     assert one.thread not in threading.enumerate()
+
+
+def session(world):
+    """All that a watch needs of a session."""
+    model = nn.Linear(1, 1)
+    state = SimpleNamespace(model=model, optimizer=torch.optim.SGD(model.parameters()))
+    return SimpleNamespace(state=state, world=world)
 
 
 def _epoch(rank, size):
     """What a step records whose compute takes 1 s in rank 0 and 11 s in rank 1."""
-    model = nn.Linear(1, 1)
-    state = SimpleNamespace(model=model, optimizer=torch.optim.SGD(model.parameters()))
-    session = SimpleNamespace(state=state, world=World(CPU, rank=rank, size=size))
-    with closing(Watch(session)) as one:
-        one.timer.clock = Counter()
+    with closing(Watch(session(World(CPU, rank=rank, size=size)))) as one:
+        marks = Marks(one)
         for _ in one.timed([SimpleNamespace(ends_step=True)]):
-            one.timer.clock.marks += 10 * rank
-            one.end_step(True)
+            marks.number += 10 * rank
+            one.end(True)
         return one.end_epoch()
 
 

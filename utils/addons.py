@@ -89,7 +89,7 @@ def watch(session: Any) -> Any:
     """What measures the parts of each step and the hardware: `utils.extras.watch.Watch`."""
     if module := extra_if_there("watch"):
         return module.Watch(session)
-    nothing = {"timed": iter, "end_step": bool, "recent": dict, "end_epoch": dict}
+    nothing = {"timed": iter, "end": bool, "recent": dict, "end_epoch": dict}
     return SimpleNamespace(**nothing, close=lambda: None)
 
 
@@ -97,13 +97,6 @@ def status(session: Any) -> Any:
     """A function of (phase, figures) that says what this process is doing: to scripts/status.sh."""
     module = extra_if_there("status")
     return module.Status(session).show if module else lambda *_, **figures: None
-
-
-def progress_bar(world: Any) -> Any:
-    """A progress bar for rank 0 on a terminal; or None."""
-    shows = world.is_main and sys.stderr.isatty()
-    module = extra_if_there("progress_bar") if shows else None
-    return module and module.ProgressBar()
 
 
 # ---- options
@@ -261,16 +254,19 @@ def sent_bytes(session: Any, trained: list[Any]) -> float | None:
 # ---- beside the training
 
 
-def follow(run: Any) -> None:
-    """What gets the run's curves (``run.curves``), its files (``run.written``) and its end
-    (``run.at_end``), besides TensorBoard: ``--store``, ``--tracker``. For rank 0 of a training."""
-    if run.args.tracker:
-        extra(TRACKERS[run.args.tracker]).Tracker(run)
+def open_store(run: Any) -> None:
+    """``--store``: copies of the run's files (``run.written``). For rank 0 of a training."""
     if run.args.store:
         copies = extra("store").Store(run.args.store, run.folder)
         copies.open(run.args.resume)
         run.written.append(copies.upload)
         run.at_end.append(copies.close)
+
+
+def open_tracker(run: Any) -> None:
+    """``--tracker``: copies of the run's curves and pictures. For rank 0 of a training."""
+    if run.args.tracker:
+        extra(TRACKERS[run.args.tracker]).Tracker(run)
 
 
 def begin(training: Any) -> None:

@@ -3,7 +3,6 @@
 import logging
 import math
 import time
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,16 +11,16 @@ from torch import Tensor
 from utils import addons, optim, report, snapshots
 from utils.atomic import read_checkpoint
 from utils.errors import UserError
-from utils.loaders import BadFiles, Batches, MicroBatch
+from utils.loaders import Batches, MicroBatch
 from utils.metrics import UNREADABLE, Sums, to_metrics
 from utils.session import Predict, Session, Training, TrainStep
 from utils.snapshots import BEST, SNAPSHOT, TrainState
 from utils.stopping import Reason
 from utils.world import broadcast_from_rank0, copy_from_rank0, gather, reshard
 
-# ---- the steps of an epoch
-
 log = logging.getLogger(__name__)
+
+# ---- the steps of an epoch
 
 
 def train(session: Training, train_step: TrainStep) -> dict[str, float] | None:
@@ -39,7 +38,9 @@ def run_steps(session: Training, train_step: TrainStep, meter: "Meter") -> None:
     state.model.train()
     for batch in meter.timed(session.train.rest(state.epoch, state.step)):
         if batch.opens_step:
-            set_learning_rate(state.optimizer, session, state.epoch + state.step / steps)
+            lr = learning_rate_at(session, state.epoch + state.step / steps)
+            for group in state.optimizer.param_groups:
+                group["lr"] = lr
         seed_dropout(session, *batch.place, session.world.slice)  # so no random state needs saving
         loss, logits = train_step(batch.images, batch.targets, batch.weight, batch.ends_step)
         meter.add(loss, logits, batch)
@@ -51,13 +52,6 @@ def run_steps(session: Training, train_step: TrainStep, meter: "Meter") -> None:
             break
         if stop.snapshot_due and state.step < steps and meter.is_finite():
             save_snapshot(session)
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, session: Session, position: float) -> None:
-    """Set the learning rate at ``position`` (fractional epochs) in all parameter groups."""
-    lr = learning_rate_at(session, position)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
 
 
 def learning_rate_at(session: Session, position: float) -> float:
@@ -97,10 +91,9 @@ def save_snapshot(session: Training, is_best: bool = False) -> None:
 
 
 def seed_dropout(session: Session, *position: int) -> None:
-    """Seed randomness inside the model by the position: no random state needs saving.
+    """Seed randomness inside the model by the position.
 
-    torch.manual_seed queries every kind of device first, which takes at least a tenth of a
-    millisecond if one is not initialised.
+    torch.manual_seed would query every kind of device first: a tenth of a millisecond or more.
     """
     key = session.args.seed
     for number in position:
@@ -108,19 +101,6 @@ def seed_dropout(session: Session, *position: int) -> None:
     torch.default_generator.manual_seed(key)
     if session.world.device.type == "cuda":
         torch.cuda.manual_seed_all(key)
-
-
-def _input_rates(session: Session, seconds: float) -> dict[str, float]:
-    """Rates over ``seconds`` of training: reading of all ranks, waiting of the slowest."""
-    train = session.train
-    mine = (train.waited, train.reading.bytes, train.reading.files)
-    waited, size, files = zip(*gather(mine, session.world), strict=True)
-    return {
-        # One rank that waits for its data makes all others wait for its gradients.
-        "IO/wait_share": min(1.0, max(waited) / seconds),
-        "IO/read_mb_s": sum(size) / seconds / 1e6,
-        "IO/files_s": sum(files) / seconds,
-    }
 
 
 class Meter:
@@ -133,8 +113,8 @@ class Meter:
         self.state.begin_epoch()
         self.steps, self.first = session.train.sampler.steps_per_epoch, session.state.step
         self.sums = Sums(session.world.device, self.state.sums)
-        title = f"Epoch {self.state.epoch + 1}/{session.args.epochs}"
-        session.run.start_steps(title, self.steps, self.first)
+        self.title = f"Epoch {self.state.epoch + 1}/{session.args.epochs}"
+        self.bar = session.run.progress_bar(self.title, self.steps, self.first)
         session.train.start_count()
         session.stop.begin_phase()
         self.is_first = self.state.epoch == session.first_epoch  # of this process
@@ -144,7 +124,7 @@ class Meter:
     def add(self, loss: Tensor, logits: Tensor, batch: MicroBatch) -> None:
         """Count a micro-batch that has been started. Nothing here waits for the device."""
         self.sums.add(loss * len(batch.labels), logits, batch.labels)
-        self.watch.end_step(batch.ends_step)
+        self.watch.end(batch.ends_step)
         if self.state.problem():
             self.session.stop.ask(Reason.DIVERGED)
         if self.session.train.bad.too_many:
@@ -152,14 +132,15 @@ class Meter:
 
     def is_finite(self) -> bool:
         """Add up over all ranks, for a snapshot; a loss that is not finite ends the run."""
-        self.state.sums = self.sums.total(self.session.world)
+        self.state.sums = sums = self._total()
         self.state.tick()
-        return self._check(self.state.sums)
+        return math.isfinite(sums[0])
 
-    def _check(self, sums: list[float]) -> bool:
+    def _total(self) -> list[float]:
+        sums = self.sums.total(self.session.world)
         if not math.isfinite(sums[0]):
             self.session.stop.ask(Reason.DIVERGED)
-        return math.isfinite(sums[0])
+        return sums
 
     def print_line(self) -> None:
         """Every --print-freq steps, print a line about the steps since the last one, with curves.
@@ -168,61 +149,62 @@ class Meter:
         Speed and waiting are this process's own, since the resume. The first step of a process has
         a line as well, and counts again in the next line.
         """
-        session, state, step = self.session, self.state, self.state.step
-        session.run.step(step)
+        session, state, step, watch = self.session, self.state, self.state.step, self.watch
+        self.bar.update()
         is_due = step % session.print_freq == 0 or step == self.steps
-        is_first = step == self.first + 1 and self.is_first
-        if not (is_due or is_first):
+        if not (is_due or (self.is_first and step == self.first + 1)):
             return
-        sums, before = self.sums.total(session.world), state.printed or [0.0] * 4
-        self._check(sums)
+        sums, before = self._total(), state.printed or [0.0] * 4
         metrics = to_metrics([b - a for a, b in zip(before, sums, strict=True)])
         now = (time.perf_counter(), step, session.train.waited)
         seconds, done, waited = (b - a for a, b in zip(self.last, now, strict=True))
         rate = done * session.global_batch / seconds
         if is_due:
-            self.last, state.printed = now, sums
-            self._draw(metrics.loss, rate)
-        place = f"Epoch {state.epoch + 1}/{session.args.epochs}"
-        place += f" step {step:{len(str(self.steps))}}/{self.steps}"
+            self.last, state.printed, parts = now, sums, watch.recent()
+            curves = {"Step/loss": metrics.loss, "Step/throughput": rate}
+            curves |= {f"Step/{part}_s": parts[part] for part in report.PARTS if part in parts}
+            session.run.scalars(curves, round(1000 * (state.epoch + step / self.steps)))
+            session.show_status("training", steps=self.steps, images_per_s=rate, parts=parts)
         values = {"loss": metrics.loss, "top-1": metrics.top1, "top-5": metrics.top5}
         values |= {"images/s": rate, "s/step": seconds / done, "waiting %": 100 * waited / seconds}
-        session.run.step(step, place, values)
-
-    def _draw(self, loss: float, rate: float) -> None:
-        """Per-step curves, and the figures of scripts/ssh/status.py."""
-        session, state, parts = self.session, self.state, self.watch.recent()
-        curves = {"Step/loss": loss, "Step/throughput": rate}
-        curves |= {f"Step/{part}_s": parts[part] for part in report.PARTS if part in parts}
-        session.run.scalars(curves, round(1000 * (state.epoch + state.step / self.steps)))
-        session.show_status("training", steps=self.steps, images_per_s=rate, parts=parts)
+        text = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+        if self.bar.disable:
+            log.info(f"{self.title} step {step:{len(str(self.steps))}}/{self.steps}  {text}")
+        else:
+            self.bar.set_postfix_str(text)
 
     def record(self) -> dict[str, float] | None:
         """End the epoch. Returns: its record for curves and history; None if it was stopped."""
-        session, state, stop = self.session, self.state, self.session.stop
-        sampler, bad = session.train.sampler, session.train.bad
+        session, state, train = self.session, self.state, self.session.train
         if session.world.device.type == "cuda":
             torch.cuda.synchronize(session.world.device)
         seconds, done = time.perf_counter() - self.began, state.step - self.first
-        session.run.stop_steps()
+        self.bar.close()
         # A snapshot needs them if evaluation is stopped.
         state.sums = self.sums.total(session.world)
-        bad.share(session.world)
-        if bad.too_many:
-            stop.ask(Reason.BAD_FILES, bad.error())
-        if stop.reason:
+        train.bad.share(session.world)
+        if train.bad.too_many:
+            session.stop.ask(Reason.BAD_FILES, train.bad.error())
+        if session.stop.reason:
             return None
         record = {
             **to_metrics(state.sums).tags("train"),
             "Throughput/train": done * session.global_batch / seconds if done else math.nan,
             "Time/train": seconds / done if done else math.nan,
             "Lr": learning_rate_at(session, state.epoch + (self.steps - 1) / self.steps),
-            "IO/bad_files": float(len(bad.seen)),
+            "IO/bad_files": float(len(train.bad.seen)),
         }
-        if sampler.size:
-            record["Size/train"] = float(sampler.size)
+        if train.sampler.size:
+            record["Size/train"] = float(train.sampler.size)
         if done:
-            record |= _input_rates(session, seconds)
+            mine = (train.waited, train.reading.bytes, train.reading.files)
+            waited, size, files = zip(*gather(mine, session.world), strict=True)
+            # One rank that waits for its data makes all others wait for its gradients.
+            record["IO/wait_share"] = min(1.0, max(waited) / seconds)
+            record |= {
+                "IO/read_mb_s": sum(size) / seconds / 1e6,
+                "IO/files_s": sum(files) / seconds,
+            }
         return record | loss_scale(state) | self.watch.end_epoch()
 
 
@@ -254,10 +236,9 @@ def measure(session: Session, predict: Predict, batches: Batches) -> dict[str, f
     `UserError` when too many images are unreadable, or all of them, unless a training is under way,
     which stops.
     """
-    world, sampler, stop = session.world, batches.sampler, None
-    run, model = session.run, session.state.model
-    if isinstance(session, Training):
-        stop = session.stop
+    world, sampler, model, bad = session.world, batches.sampler, session.state.model, batches.bad
+    stop = session.stop if isinstance(session, Training) else None
+    if stop:
         if stop.reason:  # the epoch was cut short
             return None
         stop.begin_phase()
@@ -265,9 +246,9 @@ def measure(session: Session, predict: Predict, batches: Batches) -> dict[str, f
     # Each rank has seen other batches, so its running statistics of batch norm differ.
     copy_from_rank0(model, world, parameters=False)
     model.eval()
-    run.start_steps("Evaluation", sampler.rounds)
+    bar = session.run.progress_bar("Evaluation", sampler.rounds)
     sums, began, iterator = Sums(world.device), time.perf_counter(), iter(batches)
-    for number in range(sampler.rounds):
+    for _ in range(sampler.rounds):
         batch = next(iterator, None)  # the last round may not reach all ranks
         if batch is not None:
             images, targets = batch
@@ -279,23 +260,27 @@ def measure(session: Session, predict: Predict, batches: Batches) -> dict[str, f
         elif session.state.sharded:  # all ranks must take part in gathering the weights
             for _ in range(1 + session.args.val_flip):
                 predict(batches.blank())
-        run.step(number + 1)
-        if stop is not None and stop.poll():
+        bar.update()
+        if stop and stop.poll():
             break
     reshard(model)
     metrics, seconds = to_metrics(sums.total(world)), time.perf_counter() - began
-    run.stop_steps()
-    bad = batches.bad
+    bar.close()
     bad.share(world)
-    if bad.too_many or not (metrics.images or (stop is not None and stop.reason)):
-        error = bad.error() if bad.too_many else _all_bad(bad)
-        if stop is None:
-            raise error
+    error = bad.error() if bad.too_many else None
+    if not (error or metrics.images or (stop and stop.reason)):
+        error = UserError(
+            f"none of the {len(bad.source)} images in {bad.source.root} could be read, the last "
+            f"one {bad.source.path(max(bad.seen))}: check the disk and the copy of the data set",
+            on_every_rank=True,
+        )
+    if error and not stop:
+        raise error
+    if error:
         stop.ask(Reason.BAD_FILES, error)
-    if stop is not None and stop.reason:
+    if stop and stop.reason:
         return None
-    unreadable = sampler.images - metrics.images
-    if unreadable:
+    if unreadable := sampler.images - metrics.images:
         log.warning(
             f"{unreadable} of {sampler.images} images in {bad.source.root} could not be read; the "
             "accuracy is that of the others"
@@ -307,14 +292,6 @@ def measure(session: Session, predict: Predict, batches: Batches) -> dict[str, f
         "images": float(metrics.images),
         "unreadable": float(unreadable),
     }
-
-
-def _all_bad(bad: BadFiles) -> UserError:
-    return UserError(
-        f"none of the {len(bad.source)} images in {bad.source.root} could be read, the last one "
-        f"{bad.source.path(max(bad.seen))}: check the disk and the copy of the data set",
-        on_every_rank=True,
-    )
 
 
 def evaluate_only(session: Session, predict: Predict) -> int:
@@ -330,11 +307,9 @@ def evaluate_only(session: Session, predict: Predict) -> int:
 def test_best(session: Training, predict: Predict) -> dict[str, float] | None:
     """Evaluate DATA/test with the best model of the run. Returns None if the run is to stop."""
     best = session.run.folder / BEST
-
-    def read() -> Any:
-        return read_checkpoint(best)["state_dict"] if best.is_file() else None
-
-    weights = broadcast_from_rank0(read, session.world)
+    weights = broadcast_from_rank0(
+        lambda: read_checkpoint(best)["state_dict"] if best.is_file() else None, session.world
+    )
     if weights is not None:
         session.state.load_weights(weights)
     test = measure(session, predict, session.loaders.test)

@@ -2,13 +2,14 @@
 
 import logging
 import math
+from typing import Any
 
 from utils import addons, errors, report
 from utils.epoch import save_snapshot, test_best
 from utils.errors import INTERRUPTED, UserError
 from utils.options import Options
 from utils.preprocessing import Preprocessing
-from utils.resume import load_parts, load_weights, saved_preprocessing
+from utils.resume import load, saved_preprocessing
 from utils.run_directory import checkpoint_file
 from utils.session import Predict, Session, Training, TrainStep
 from utils.snapshots import SnapshotWriter, TrainState
@@ -29,48 +30,41 @@ def with_checkpoint_sizes(args: Options, world: World) -> Options:
     saved = broadcast_from_rank0(lambda: saved_preprocessing(checkpoint_file(args)), world)
     if saved is None:
         return args
-    preprocessing = _with_typed_sizes(args, Preprocessing.from_dict(saved, args.resume))
+    preprocessing = _with_given_sizes(args, saved, args.resume)
     return args.replaced(preprocessing=preprocessing, image_size=preprocessing.image_size)
 
 
-def _with_typed_sizes(args: Options, saved: Preprocessing) -> Preprocessing:
-    """A checkpoint's preprocessing, with sizes of the command line where those were given."""
+def _with_given_sizes(args: Options, saved: dict[str, Any], source: Any) -> Preprocessing:
+    """A checkpoint's preprocessing; sizes that the command line gives take precedence."""
     size = None if "image_size" in args.defaulted_sizes else args.image_size
-    return saved.resized(size, args.val_resize_size, args.val_image_size)
+    saved_one = Preprocessing.from_dict(saved, source)
+    return saved_one.resized(size, args.val_resize_size, args.val_image_size)
 
 
 def resume(session: Session) -> None:
     """Load the checkpoint that ``--resume`` names, if any. Raises: `UserError`."""
     args, state, run, main = session.args, session.state, session.run, session.world.is_main
     state.global_batch = session.global_batch
-    content, notes = broadcast_from_rank0(run.take_checkpoint, session.world), []
-    if content is not None:
-        notes += load_weights(state, args, content, run.source, session.loaders.classes)
-    addons.add_average(state, args)
-    if content is not None and not args.evaluate:
-        notes += load_parts(state, args, content, run.source)
+    notes = []
+    if (content := run.read_checkpoint()) is not None:
+        notes = load(state, args, content, run.source, session.loaders.classes)
+    else:
+        addons.add_average(state, args)
     if state.resumed and not main:
         state.sums = None  # sums over all ranks: only one rank may add them again
     if args.start_epoch is not None and not args.evaluate:
         state.epoch, state.step, state.sums, state.printed = args.start_epoch, 0, None, None
-    _resolve_preprocessing(session)
-    notes += [] if state.resumed else getattr(state.model, "notes", [])
-    for note in notes if main else ():
-        log.info(note)
-
-
-def _resolve_preprocessing(session: Session) -> None:
-    """Use the checkpoint's preprocessing, with sizes of the command line where those were given."""
-    args, state, run = session.args, session.state, session.run
     preprocessing, source = args.preprocessing, "the pretrained weights"
     if state.preprocessing is not None:
-        saved, source = Preprocessing.from_dict(state.preprocessing, run.source), run.source
-        preprocessing = _with_typed_sizes(args, saved)
+        preprocessing, source = _with_given_sizes(args, state.preprocessing, run.source), run.source
     if args.pretrained or preprocessing != args.typed_preprocessing:
         log.info(f"preprocessing as in {source}: {preprocessing}")
     session.loaders.use(preprocessing)
     state.preprocessing = preprocessing.as_dict()
     run.options["image_size"] = preprocessing.image_size
+    notes += [] if state.resumed else getattr(state.model, "notes", [])
+    for note in notes if main else ():
+        log.info(note)
 
 
 def begin(session: Session) -> Training:
@@ -109,24 +103,26 @@ def close_epoch(
     session: Training, trained: dict[str, float] | None, evaluated: dict[str, float] | None
 ) -> None:
     """Record an epoch: curves, best model, snapshot. None: training or evaluation was stopped."""
-    args, state = session.args, session.state
+    args, state, stop = session.args, session.state, session.stop
     state.tick()
     if trained is None or evaluated is None:
-        if session.stop.reason is Reason.DIVERGED:
-            session.stop.ask(Reason.DIVERGED, _diverged(session))
+        if stop.reason is Reason.DIVERGED:
+            problem = state.problem() or "the loss is nan or infinite"
+            text = f"{problem} in epoch {state.epoch + 1}, step {state.step}: lower --lr, add "
+            text += "--warmup-epochs or --clip-grad; the last snapshot is intact"
+            stop.ask(Reason.DIVERGED, UserError(text, on_every_rank=True))
         else:  # if evaluation was stopped, a resumed run begins with it
             save_snapshot(session)
         return
     seconds, is_first = state.elapsed - state.epoch_began, state.epoch == session.first_epoch
-    record = {**trained, **evaluated, "Seconds": seconds}
-    is_best = add_to_history(state, record, args.best_by)
+    is_best = add_to_history(state, {**trained, **evaluated, "Seconds": seconds}, args.best_by)
     session.run.epoch(state.history[-1], report.time_left(args, state))
     if is_first:
         addons.advise(session, trained)
     save_snapshot(session, is_best)
     top1 = max(evaluated["Top1/val"], evaluated.get("Top1/ema", 0.0))
     if args.desired_acc is not None and top1 >= args.desired_acc:
-        session.stop.ask(Reason.DESIRED_ACC)
+        stop.ask(Reason.DESIRED_ACC)
 
 
 def add_to_history(state: TrainState, record: dict[str, float], best_by: str) -> bool:
@@ -137,11 +133,9 @@ def add_to_history(state: TrainState, record: dict[str, float], best_by: str) ->
     """
     state.epoch, state.step, state.sums, state.printed = state.epoch + 1, 0, None, None
     state.history.append({"epoch": state.epoch, **record})
-    is_best = False
-    for model in ("val", "ema"):
-        if f"Top1/{model}" not in record:
-            continue
-        names = {"top1": "Top1", "top5": "Top5", "loss": "Loss"}
+    names, is_best = {"top1": "Top1", "top5": "Top5", "loss": "Loss"}, False
+    models = [model for model in ("val", "ema") if f"Top1/{model}" in record]
+    for model in models:
         figures = {key: record[f"{name}/{model}"] for key, name in names.items()}
         if best_by == "top1":
             is_better = figures["top1"] > state.best.get("top1", -1.0)
@@ -149,7 +143,7 @@ def add_to_history(state: TrainState, record: dict[str, float], best_by: str) ->
             is_better = figures["loss"] < state.best.get("loss", math.inf)
         if is_better:
             is_best, state.best = True, {"epoch": state.epoch, **figures}
-            if "Top1/ema" in record:
+            if "ema" in models:
                 state.best["ema"] = int(model == "ema")
     return is_best
 
@@ -161,10 +155,8 @@ def end(session: Training, predict: Predict) -> int:
     number, when too many images are unreadable, or when the last snapshot could not be written.
     After any other exception a process exits at once, as this function waits for other ranks.
     """
-    run, stop = session.run, session.stop
-    failure = broadcast_from_rank0(
-        session.snapshots.wait if session.snapshots else None, session.world
-    )
+    run, stop, writer = session.run, session.stop, session.snapshots
+    failure = broadcast_from_rank0(writer and writer.wait, session.world)
     if stop.error is not None:
         run.close()
         raise stop.error
@@ -173,20 +165,9 @@ def end(session: Training, predict: Predict) -> int:
         test = test_best(session, predict)
     stop.reason = stop.reason or reason
     session.watch.close()
-    pauses = session.snapshots.pauses if session.snapshots else []
-    report.end(session, stop.reason, test=test, pauses=pauses)
+    report.end(session, stop.reason, test=test, pauses=writer.pauses if writer else ())
     stop.close()
     if failure:
         advice = f"free disk space, then {errors.how_to_continue()}"
         raise UserError(f"{failure}; {advice}", on_every_rank=True)
     return INTERRUPTED if stop.reason is Reason.INTERRUPTED else 0
-
-
-def _diverged(session: Training) -> UserError:
-    """The error for a loss that is not finite, or a loss scale that keeps falling."""
-    state = session.state
-    problem = state.problem() or "the loss is nan or infinite"
-    advice = "lower --lr, add --warmup-epochs or --clip-grad; the last snapshot is intact"
-    return UserError(
-        f"{problem} in epoch {state.epoch + 1}, step {state.step}: {advice}", on_every_rank=True
-    )

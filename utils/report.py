@@ -24,7 +24,7 @@ PARTS = ("data", "compute", "communication")  # of a step, see `utils.extras.wat
 def start(session: Session) -> None:
     """Print what is about to be trained: processes, global batch, steps, learning rate."""
     args, world, state, run = session.args, session.world, session.state, session.run
-    sampler, global_batch = session.train.sampler, session.global_batch
+    sampler, global_batch, val = session.train.sampler, session.global_batch, session.loaders.val
     log.info(
         f"{args.arch}; processes: {world.size}, nodes: {world.nodes}, device: {world.device.type}; "
         f"run directory {run.folder}"
@@ -36,11 +36,11 @@ def start(session: Session) -> None:
     log.info(
         f"{sampler.images} images in {len(session.loaders.classes)} classes: "
         f"{sampler.steps_per_epoch} steps per epoch, global batch {global_batch} ({factors}); "
-        f"evaluation on {session.loaders.val.sampler.images}"
+        f"evaluation on {val.sampler.images}"
     )
     if sampler.sizes:
         sizes = addons.extra("progressive").describe(sampler.sizes)
-        log.info(f"training images of {sizes}; evaluation at {session.loaders.val.dataset.size}")
+        log.info(f"training images of {sizes}; evaluation at {val.dataset.size}")
     if world.device.type == "cuda":
         log.info(KERNELS)
     sharding(session)
@@ -63,36 +63,32 @@ def start(session: Session) -> None:
 
 
 def sharding(session: Session) -> None:
-    """Print what of a sharded model is sharded how."""
+    """Print how a sharded model is sharded."""
     if session.state.sharded:
         log.info(addons.extra("fsdp").describe(session.state.model, session.args.reshard))
 
 
 def setting(session: Session) -> dict[str, Any]:
     """Facts about a run: of the event file, of summary.json and of ``--dummy``."""
-    world = session.world
+    world, comm = session.world, getattr(session.args, "comm", None)  # DDP alone has a choice
     return {
         "arch": session.args.arch,
         "mode": session.run.mode,
         "world_size": world.size,
         "nodes": world.nodes,
         "global_batch": session.global_batch,
-        "comm": _comm(session),
+        "comm": "fp32" if comm and world.size == 1 else comm,
         "sent_mb_per_step": sent_mb(session),
         "device": world.device.type,
         "tensor_peak_bytes": tensor_peak(session),
     }
 
 
-def _comm(session: Session) -> str | None:
-    """The method of ``--comm``, "fp32" in one process; None in a mode that has no choice."""
-    method = getattr(session.args, "comm", None)
-    return "fp32" if method and session.world.size == 1 else method
-
-
 def ring_bytes(size: float, processes: int) -> float:
-    """Bytes that each of ``processes`` sends in a ring all-reduce of ``size`` bytes: all but its
-    own part, once for the sums and once to distribute them."""
+    """Bytes that each of ``processes`` sends in a ring all-reduce of ``size`` bytes.
+
+    It sends all but its own part, once for the sums and once to distribute them.
+    """
     return 2 * (processes - 1) / processes * size
 
 
@@ -134,49 +130,50 @@ def end(
     ``val`` defaults to the last epoch's; ``pauses`` are the seconds for which training stood still
     for each snapshot.
     """
-    state, run = session.state, session.run
+    state, run, best, by = session.state, session.run, session.state.best, session.args.best_by
     last: dict[str, float] = val or (state.history[-1] if state.history else {})
     tags = sorted({tag for record in state.history for tag in record})
     mean = {tag: over_epochs(state.history, tag) for tag in tags}
-    results = setting(session) | {
+
+    def metrics(name: str, tag: str, values: dict[str, float]) -> dict[str, float | None]:
+        return {f"{name}_{x.lower()}": values.get(f"{x}/{tag}") for x in METRICS}
+
+    results = setting(session) | metrics("val", "val", last)
+    results |= {f"best_{name}": best.get(name) for name in ("top1", "top5", "loss", "epoch")}
+    results |= {f"{part}_s": mean.get(f"Time/{part}") for part in PARTS}
+    results |= {
         "classes": len(session.loaders.classes),
-        **{f"best_{name}": state.best.get(name) for name in ("top1", "top5", "loss", "epoch")},
-        "best_by": session.args.best_by,
+        "best_by": by,
         "epochs_done": state.epoch,
         "images_per_s": mean.get("Throughput/train"),
         "epoch_seconds": mean.get("Seconds"),
         "elapsed_seconds": state.elapsed,
         "val_images": int(last.get("images", 0)),
         "val_unreadable": int(last.get("unreadable", 0)),
-        **{f"val_{name.lower()}": last.get(f"{name}/val") for name in METRICS},
         "finished_because": reason,
         "snapshot_pause_seconds": max(pauses, default=None),
-        **{f"{part}_s": mean.get(f"Time/{part}") for part in PARTS},
         "hardware": {tag: mean[tag] for tag in tags if tag.startswith(("GPU/", "CPU/"))},
     }
     if "ema" in state.parts:
-        results["best_weights"] = "ema" if state.best.get("ema") else "model"
-        results |= {f"val_ema_{name.lower()}": last.get(f"{name}/ema") for name in METRICS}
+        results["best_weights"] = "ema" if best.get("ema") else "model"
+        results |= metrics("val_ema", "ema", last)
     if test:
         run.scalars({f"{name}/test": test[f"{name}/val"] for name in METRICS}, state.epoch)
-        results |= {f"test_{name.lower()}": test[f"{name}/val"] for name in METRICS}
-        results["test_images"] = int(test["images"])
+        results |= metrics("test", "val", test) | {"test_images": int(test["images"])}
     run.finish(results)
     if reason is Reason.EVALUATED:
         return
-    best = "no epoch finished"
-    if state.best:
-        averaged = ", averaged weights" * bool(state.best.get("ema"))
-        best = f"best top-1 {state.best['top1']:.2f} %"
-        if session.args.best_by == "loss":
-            best = f"best loss {state.best['loss']:.4f}, top-1 {state.best['top1']:.2f} %"
-        best += f" (epoch {state.best['epoch']}{averaged})"
-    rate = mean.get("Throughput/train")
-    speed = "" if rate is None else f", {rate:.1f} images/s"
+    outcome = "no epoch finished"
+    if best:
+        loss = f"loss {best['loss']:.4f}, " if by == "loss" else ""
+        averaged = ", averaged weights" if best.get("ema") else ""
+        outcome = f"best {loss}top-1 {best['top1']:.2f} % (epoch {best['epoch']}{averaged})"
+    if rate := mean.get("Throughput/train"):
+        outcome += f", {rate:.1f} images/s"
     why = WHY.get(reason, reason.value)
     if reason in (Reason.TRAIN_TIME, Reason.INTERRUPTED):
         why += errors.how_to_continue()
-    log.info(f"Training time {_duration(state.elapsed)}, {best}{speed}: {why}")
+    log.info(f"Training time {_duration(state.elapsed)}, {outcome}: {why}")
 
 
 def time_left(args: Any, state: TrainState) -> str:

@@ -1,4 +1,4 @@
-"""How a run continues from a checkpoint: its weights, then all other parts of a snapshot."""
+"""Continue from a checkpoint: load its weights, then all other parts of a snapshot."""
 
 import contextlib
 from collections.abc import Iterator
@@ -29,39 +29,35 @@ def saved_preprocessing(path: Path | None) -> dict[str, Any] | None:
     return None
 
 
-def load_weights(
+def load(
     state: TrainState, args: Any, content: dict[str, Any], path: Any, classes: list[str]
 ) -> list[str]:
-    """Load the model's weights from the ``content`` of a checkpoint, ours or another program's.
+    """Load the ``content`` of a checkpoint: the model's weights, and to train on, all other parts
+    of a snapshot of ours. Weights of other programs are loaded, too.
 
-    ``path`` is its name in messages. Returns: notes for the log. Raises: `UserError`, also where
-    the file says that it is of another model, other classes or another schedule.
+    ``path`` is its name in messages. Returns: notes for the log. Raises: `UserError` where the file
+    is of another model, other classes or another schedule, and for a part that does not fit.
     """
-    note = None
+    notes = []
     with _of_another_program(path):
         _check(content, args, path, classes)
         if "preprocessing" in content:  # as in snapshot.pt and best.pt
             weights = content.get("model", content.get("state_dict"))
         else:
             weights, note = addons.extra("foreign").plain_weights(content, path)
+            notes += [note] if note else []
         state.preprocessing = content.get("preprocessing")
         state.load_weights(weights)
         scale_input_as(content, state.model)
-    return [note] if note else []
-
-
-def load_parts(state: TrainState, args: Any, content: dict[str, Any], path: Any) -> list[str]:
-    """Load all parts of a snapshot but the weights; of any other file, none.
-
-    Returns: notes for the log. Raises: `UserError` for a part that does not fit.
-    """
-    if "progress" not in content:
-        start = args.start_epoch or 0
-        return [
-            f"note: {path} is not a snapshot: only its weights are loaded, and training begins at "
-            f"epoch {start}"
-        ]
-    with _of_another_program(path):
+        addons.add_average(state, args)
+        if args.evaluate:
+            return notes
+        if "progress" not in content:
+            return [
+                *notes,
+                f"note: {path} is not a snapshot: only its weights are loaded, and training begins "
+                f"at epoch {args.start_epoch or 0}",
+            ]
         changed, begun_anew = changed_options(content["options"], args), {"model"}
         if args.start_epoch is not None and {*changed} & {*_OPTIMISER}:
             begun_anew.add("optimizer")
@@ -79,14 +75,14 @@ def load_parts(state: TrainState, args: Any, content: dict[str, Any], path: Any)
                     on_every_rank=True,
                 ) from error
         state.resumed = True
-        return addons.describe_changes(state, args, content)
+        return notes + addons.describe_changes(state, args, content)
 
 
 @contextlib.contextmanager
 def _of_another_program(path: Any) -> Iterator[None]:
     """Turn errors in reading a checkpoint's content into a `UserError`.
 
-    The file's checksums were right, so another program has written it like that.
+    The file's checksums are right, so another program wrote this content.
     """
     try:
         yield
@@ -99,7 +95,7 @@ def _of_another_program(path: Any) -> Iterator[None]:
 
 
 def _check(content: dict[str, Any], args: Any, path: Any, classes: list[str]) -> None:
-    """Raise `UserError` where a file speaks of another model, other classes or another schedule."""
+    """Raise `UserError` for a file of another model, other classes or another schedule."""
     is_snapshot, theirs = "progress" in content, content.get("classes")
     saved = content["options"] if is_snapshot else content.get("options", content)
     if (arch := content.get("arch", saved.get("arch", args.arch))) != args.arch:

@@ -1,4 +1,4 @@
-"""The directory of a run: its owner, name, files, log lines and curves; rank 0 writes all files."""
+"""The directory of a run: its name, files, log lines and curves; rank 0 writes all files."""
 
 import contextlib
 import json
@@ -7,9 +7,11 @@ import math
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 from utils import addons, errors, launch, tensorboard
 from utils.atomic import remove_leftovers, save_atomically
@@ -26,20 +28,22 @@ log = logging.getLogger(__name__)
 
 
 def as_line(record: logging.LogRecord) -> str:
-    """What is printed of a record: its message; of a warning, behind that word."""
+    """The printed line of a record. Warnings and errors begin with that word."""
     text = printable(record.getMessage())
     return text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}"
 
 
 class Console(logging.Handler):
-    """Prints a line in the first process of each node; rank 0 adds it to ``folder``/train.log."""
+    """Prints what this package logs in the first process of each node.
+
+    Rank 0 also appends it to ``folder``/train.log. On a terminal it shows progress bars.
+    """
 
     def __init__(self, folder: Path | None, world: World):
-        """From now on, what any module of this package logs is shown."""
         super().__init__(logging.INFO)
         self.path, self.world = folder and folder / LOG, world
         self.shows = world.local_rank == 0
-        self.bar = addons.progress_bar(world)
+        self.has_bar = world.is_main and sys.stderr.isatty()
         logger = logging.getLogger("utils")
         logger.setLevel(logging.INFO)
         logger.addHandler(self)
@@ -47,8 +51,8 @@ class Console(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Show one line. A full disk must not end a training: the line has been printed."""
         text = as_line(record)
-        if self.bar is not None:
-            self.bar.write(text)
+        if self.has_bar:
+            tqdm.write(text)  # above the bar
         elif self.shows:
             print(text if self.world.is_main else f"[rank {self.world.rank}] {text}", flush=True)
         if self.world.is_main and self.path is not None:
@@ -62,10 +66,11 @@ class Console(logging.Handler):
 def _directory(args: Any, world: World, mode: str) -> Path:
     """The run's directory, which may not exist yet. For rank 0. Raises: `UserError` if taken."""
     continues, name = args.resume and not args.evaluate, args.name
-    if continues and not name and (Path(args.resume).parent / OPTIONS).is_file():
-        return Path(args.resume).parent  # a run continues where it was
-    if continues and not name and is_url(args.resume):
-        name = addons.extra("store").run_name(args.resume, OPTIONS)
+    if continues and not name:  # a run continues where it was
+        if is_url(args.resume):
+            name = addons.extra("store").run_name(args.resume, OPTIONS)
+        elif (Path(args.resume).parent / OPTIONS).is_file():
+            return Path(args.resume).parent
     if not name:
         now, host = time.strftime("%b%d_%H-%M-%S"), socket.gethostname().split(".")[0]
         sizes = f"gpux{world.size}_b{args.batch_size}_cpu{args.workers}"
@@ -80,8 +85,11 @@ def _directory(args: Any, world: World, mode: str) -> Path:
 
 
 def checkpoint_file(args: Any) -> Path | None:
-    """The local file that ``--resume`` names; of ``auto``, the run's last snapshot, to evaluate its
-    best model. None if there is none. Raises: `UserError` when there is nothing to evaluate."""
+    """The local file that ``--resume`` names, or None.
+
+    ``auto`` is the run's last snapshot; in an evaluation, its best model. Raises: `UserError` when
+    there is nothing to evaluate.
+    """
     if args.resume is None or is_url(args.resume):
         return None
     if args.resume != "auto":
@@ -99,18 +107,19 @@ def checkpoint_file(args: Any) -> Path | None:
 class Run:
     """A process's run directory, log and curves. ``mode``: nd, dp, ddp, ...
 
-    In rank 0, the functions in ``curves`` get (tags, x) to draw, those in ``pictures`` (tag, image
-    of Pillow, x), those in ``written`` the path of each file that was written, and those in
-    ``at_end`` are called when nothing more comes.
+    Rank 0 calls the functions in ``curves`` with (tags, x), those in ``pictures`` with (tag, image
+    of Pillow, x), those in ``written`` with the path of each written file, and those in ``at_end``
+    when the run ends.
     """
 
     def __init__(self, args: Any, world: World, mode: str):
-        """Choose and make the run directory. Raises `UserError` when it is taken.
+        """Choose and make the run directory. Raises: `UserError` when it is taken.
 
-        Only a training needs one: an evaluation or a measurement has one if it has a --name.
+        A training always has one; an evaluation or a measurement has one if it has a --name.
         """
         self.args, self.world, self.mode = args, world, mode
-        self.folder: Path | None = None  # None: nothing is kept
+        self.folder: Path | None = None
+        self.source: Any = None  # the name, in messages, of the checkpoint that was read
         self.lock: Any = None  # of a training, see `addons.run_lock`
         self.is_writing = not (args.evaluate or addons.measures(args))  # a training
         self.curves: list[Callable[[dict[str, float], int], None]] = []
@@ -124,7 +133,8 @@ class Run:
         # Facts at the start of the run and results at its end, for HParams and summary.json.
         self.record: dict[str, Any] = {}
         continues = args.name and args.resume == "auto" and args.start_epoch is None
-        if launch.is_elastic() and self.is_writing and not continues:
+        restarts = self.is_writing and launch.is_elastic()
+        if restarts and not continues:
             raise UserError(
                 "restarts (torchrun --max-restarts, --elastic) continue one run: add --name X "
                 "--resume auto, without --start-epoch",
@@ -135,12 +145,14 @@ class Run:
         if self.is_writing or has_own:
             self.folder = broadcast_from_rank0(lambda: _directory(args, world, mode), world)
             if self.is_writing:
-                self.lock = addons.run_lock(self.folder, launch.is_elastic())  # rank 0 acquires it
-                errors.continue_by(self._how_to_continue())
+                self.lock = addons.run_lock(self.folder, restarts)  # rank 0 acquires it
+                option = f" with --resume {'auto' if args.name else self.folder / SNAPSHOT}"
+                again = "run the same command"
+                errors.continue_by(again + (" again" if args.resume == "auto" else option))
             # In short rounds, as the other ranks wait no longer than --dist-timeout for one.
-            while not broadcast_from_rank0(self._make, world):
+            while not self._in_rank0(self._make):
                 time.sleep(0.5)
-            if self.lock and launch.is_elastic():
+            if self.lock and restarts:
                 self.lock.check_shared(world)
         self.console = Console(self.folder, world)
         if world.is_main and (unused := addons.unused_gpus()):
@@ -149,72 +161,62 @@ class Run:
             log.info(self.lock.note)
         if self.lock and self.lock.warning:
             log.warning(self.lock.warning)
-        self.content: dict[str, Any] | None = None  # of the checkpoint to resume from, in rank 0
-        path = broadcast_from_rank0(self._read_checkpoint, world)
-        # Its name in messages: what a URL names is a temporary file here.
-        self.source = args.resume if is_url(args.resume) else path
 
-    def _how_to_continue(self) -> str:
-        if self.args.resume == "auto":
-            return "run the same command again"
-        option = "auto" if self.args.name else self.folder / SNAPSHOT
-        return f"run the same command with --resume {option}"
+    def _in_rank0(self, compute: Callable[[], Any]) -> Any:
+        """`broadcast_from_rank0`. Raises: `UserError`, also where the disk refuses a write."""
 
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Turn what the disk refuses into a `UserError`."""
-        try:
-            yield
-        except OSError as error:
-            raise UserError(
-                f"cannot write into the run directory {self.folder} ({error.strerror}): existing "
-                "files are intact; free disk space, or choose another --output-dir"
-            ) from error
+        def guarded() -> Any:
+            try:
+                return compute()
+            except OSError as error:
+                raise UserError(
+                    f"cannot write into the run directory {self.folder} ({error.strerror}): "
+                    "existing files are intact; free disk space, or choose another --output-dir"
+                ) from error
+
+        return broadcast_from_rank0(guarded, self.world)
 
     def _make(self) -> bool:
-        """Make the directory and, to train, acquire its lock. Returns: whether that is done.
+        """Make the directory and, to train, try to acquire its lock. Returns: whether it is held.
 
         Raises: `UserError` while another run holds it.
         """
-        with self._writing():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            return self.lock is None or self.lock.poll()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return self.lock is None or self.lock.poll()
 
-    def _read_checkpoint(self) -> Path | None:
-        """Read the file to resume from; with "auto" the run's own, if it has one. Opens the store.
+    def read_checkpoint(self) -> dict[str, Any] | None:
+        """The content of the file to resume from; None if there is none. Sets ``source``.
 
-        Returns: its path. Raises: `UserError` where there is none, or only weights, which would
-        begin a training and overwrite the run in this directory.
+        With "auto" it is the run's own snapshot. Opens ``--store`` first.
+        Raises: `UserError` for a file that holds only weights in the directory of a run: training
+        would begin anew and overwrite that run.
         """
+        self.source, content = self._in_rank0(self._read_checkpoint)
+        return content
+
+    def _read_checkpoint(self) -> tuple[Any, dict[str, Any] | None]:
         args, folder = self.args, self.folder
         if self.is_writing:
-            addons.follow(self)
+            addons.open_store(self)
         if is_url(args.resume):
             path = addons.extra("store").fetch(args.resume, folder)
         else:
             if self.is_writing and args.resume == "auto":
-                with self._writing():
-                    name_newer_snapshot(folder)
+                name_newer_snapshot(folder)
             path = checkpoint_file(args)
         if path is None:
-            return None
+            return None, None
         is_own = self.is_writing and path.parent == folder and not is_url(args.resume)
-        with self._writing():
-            path, self.content = read_whole(path, set_aside=is_own)
+        path, content = read_whole(path, set_aside=is_own)
+        source = args.resume if is_url(args.resume) else path  # a URL's file is a temporary one
         holds_run = is_own or (self.is_writing and (folder / OPTIONS).is_file())
-        if holds_run and args.start_epoch is None and "progress" not in self.content:
-            file = args.resume if is_url(args.resume) else path
+        if holds_run and args.start_epoch is None and "progress" not in content:
             raise UserError(
-                f"{file} has weights, but no position in a training: beginning anew would "
+                f"{source} has weights, but no position in a training: beginning anew would "
                 f"overwrite the run in {folder}. To train from these weights, use --pretrained "
                 "FILE with another --name"
             )
-        return path
-
-    def take_checkpoint(self) -> dict[str, Any] | None:
-        """The content of the file to resume from, which is not kept any longer. In rank 0."""
-        content, self.content = self.content, None
-        return content
+        return source, content
 
     def tell_written(self, path: Path) -> None:
         """Call the functions in ``written`` with the path of a file."""
@@ -222,8 +224,8 @@ class Run:
             tell(path)
 
     def close(self) -> None:
-        """Call the functions in ``at_end``. All ranks: a launcher ends the others when one has
-        ended."""
+        """Call the functions in ``at_end``. All ranks wait for rank 0: a launcher ends the others
+        when one has ended."""
 
         def end_all() -> None:
             for end in self.at_end:
@@ -236,43 +238,29 @@ class Run:
         that a killed run left in the event files are cut off, so that curves never run backward.
         ``facts`` about a training (see `addons.facts`) begin the run's `record`.
         """
-        if self.folder is None:
-            return
-        broadcast_from_rank0(
-            lambda: self._open_files(epoch, round(1000 * position), facts), self.world
-        )
 
-    def _open_files(self, epoch: int, step_x: int, facts: dict[str, Any] | None) -> None:
-        with self._writing():
+        def open_files() -> None:
             remove_leftovers(self.folder)
             _save_json(self.options, self.folder / OPTIONS)
-            tensorboard.cut_off(self.folder, epoch, step_x)
+            if facts is not None:
+                self.record |= facts
+                addons.open_tracker(self)  # it looks at the points that are cut off
+            tensorboard.cut_off(self.folder, epoch, round(1000 * position))
             # What is here may be newer than what the store has: the last process died sending.
             for name in (OPTIONS, BEST, SNAPSHOT):
                 self.tell_written(self.folder / name)
             if facts is not None:  # without curves, an event file would make it a run to compare
-                self.record |= facts
                 opening = addons.opening_summaries(self.options | self.record)
                 self.events = tensorboard.EventFile(self.folder, opening)
                 self.curves.append(self.events.write)
 
-    def start_steps(self, title: str, steps: int, done: int = 0) -> None:
-        """The ``steps`` steps of an epoch or of an evaluation begin."""
-        if self.console.bar is not None:
-            self.console.bar.start(title, steps, done)
+        if self.folder is not None:
+            self._in_rank0(open_files)
 
-    def step(self, done: int, place: str = "", values: dict[str, float] | None = None) -> None:
-        """So many steps are ``done``; print ``place`` and ``values``, if there are any."""
-        text = "  ".join(f"{name} {value:.4g}" for name, value in (values or {}).items())
-        if self.console.bar is not None:
-            self.console.bar.move(done, text)
-        elif text:
-            log.info(f"{place}  {text}")
-
-    def stop_steps(self) -> None:
-        """The last step is done."""
-        if self.console.bar is not None:
-            self.console.bar.stop()
+    def progress_bar(self, title: str, steps: int, done: int = 0) -> tqdm:
+        """A bar for ``steps`` steps, of which some are ``done``. Off, unless on a terminal."""
+        off = not self.console.has_bar
+        return tqdm(desc=title, total=steps, initial=done, leave=False, unit="step", disable=off)
 
     def scalars(self, values: dict[str, float], x: int) -> None:
         """Draw points at ``x``, in rank 0; NaN (nothing measured) is left out."""
@@ -283,23 +271,23 @@ class Run:
     def epoch(self, record: dict[str, float], left: str) -> None:
         """Write an epoch's record (TensorBoard tags to values, and "epoch") and its line.
 
-        ``left``, for the end of the line, says how much time is left; "": no longer.
+        ``left``: the time until the training ends, or "".
         """
         tags = {tag: value for tag, value in record.items() if "/" in tag or tag == "Lr"}
         self.scalars(tags, int(record["epoch"]))
-        log.info(
-            f"Epoch {record['epoch']:.0f}/{self.args.epochs}"
-            f"  train: loss {record['Loss/train']:.4f} top-1 {record['Top1/train']:.2f}"
-            f" top-5 {record['Top5/train']:.2f}"
-            f"  val: loss {record['Loss/val']:.4f} top-1 {record['Top1/val']:.2f}"
-            f" top-5 {record['Top5/val']:.2f}"
-            + (f" ema {record['Top1/ema']:.2f}" if "Top1/ema" in record else "")
-            + f"  lr {record['Lr']:.3g}  {record['Throughput/train']:.1f} images/s"
-            + (f"  left {left}" if left else "")
+        train, val = (
+            f"{part}: loss {record[f'Loss/{part}']:.4f} top-1 {record[f'Top1/{part}']:.2f} "
+            f"top-5 {record[f'Top5/{part}']:.2f}"
+            for part in ("train", "val")
         )
+        if "Top1/ema" in record:
+            val += f" ema {record['Top1/ema']:.2f}"
+        line = [f"Epoch {record['epoch']:.0f}/{self.args.epochs}", train, val]
+        line += [f"lr {record['Lr']:.3g}", f"{record['Throughput/train']:.1f} images/s"]
+        log.info("  ".join(line + ([f"left {left}"] if left else [])))
 
     def finish(self, results: dict[str, Any]) -> None:
-        """Complete the record, write summary.json, end what ``at_end`` names. For all ranks."""
+        """Complete the record, write summary.json, close the run. All ranks call it."""
         self.record |= results
         if self.world.is_main and self.folder is not None:
             path = self.folder / SUMMARY
@@ -307,11 +295,11 @@ class Run:
             clean = {key: None if value != value else value for key, value in self.record.items()}
             try:
                 _save_json(clean, path)
-                if self.events is not None:
-                    success = self.record["finished_because"] != "interrupted"
-                    self.events.add(addons.closing_summaries(success))
             except OSError as error:
                 log.warning(f"cannot write {path} ({error.strerror})")
+            if self.events is not None:
+                success = self.record["finished_because"] != "interrupted"
+                self.events.add(addons.closing_summaries(success))
             self.tell_written(path)
         self.close()
         if self.lock is not None:

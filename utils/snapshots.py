@@ -30,10 +30,10 @@ DAMAGED = "snapshot_damaged.pt"
 
 
 def latest(folder: Path) -> Path | None:
-    """The newest snapshot in a run directory, if there is any.
+    """The newest snapshot in a run directory; None if there is none.
 
-    Raises: `UserError` where a link leads nowhere, say to a disk that is not mounted: training
-    would begin anew in its place.
+    Raises: `UserError` for a link that leads nowhere: its disk may not be mounted, and training
+    would begin anew.
     """
     for path in (folder / SNAPSHOT, folder / PREVIOUS):
         if path.is_file():
@@ -47,7 +47,7 @@ def latest(folder: Path) -> Path | None:
 
 
 def read_whole(path: Path, set_aside: bool = False) -> tuple[Path, dict[str, Any]]:
-    """Read ``path`` or, if it is a run's snapshot and damaged, the one before, with a warning.
+    """Read ``path``; if it is a run's snapshot and damaged, the one before, with a warning.
 
     ``set_aside``: the run continues in this folder, so the damaged file gets another name. The next
     save would otherwise keep it as the previous one, in place of the whole one. Returns: the path
@@ -67,10 +67,9 @@ def read_whole(path: Path, set_aside: bool = False) -> tuple[Path, dict[str, Any
 
 
 def name_newer_snapshot(folder: Path) -> None:
-    """Name the snapshot that a killed process had written completely, but not yet named.
+    """If a killed process had written a newer snapshot completely, but not named it, name it.
 
-    It is used if it is newer than the named ones. A damaged ``snapshot.pt`` is never kept as the
-    previous one.
+    A damaged ``snapshot.pt`` is never kept as the previous one.
     """
     path, last = folder / SNAPSHOT, latest(folder)
     for file in unnamed_files(folder):
@@ -93,7 +92,7 @@ def _is_snapshot(path: Path) -> bool:
 
 
 def write(content: dict[str, Any], path: Path) -> None:
-    """torch.save to ``path``, atomically; of ``snapshot.pt`` the one before is kept.
+    """torch.save to ``path``, atomically. The previous ``snapshot.pt`` is kept as `PREVIOUS`.
 
     Raises: `UserError`; the old file is then as it was.
     """
@@ -109,22 +108,21 @@ def write(content: dict[str, Any], path: Path) -> None:
 class SnapshotWriter:
     """Writes sets of files into a folder, one after the other, in a thread. For rank 0.
 
-    A write that fails is logged, and so is the next one that succeeds. The functions ``written``
-    are called with the path of each file that has been written, in that thread.
+    A failed write is logged, and so is the next one that succeeds. The thread calls the functions
+    ``written`` with the path of each file that it has written.
     """
 
     def __init__(self, folder: Path, written: Iterable[Callable[[Path], None]] = ()):
         self.folder, self.written = folder, written
         self.failure: UserError | None = None  # of the last write
         self.pauses: list[float] = []  # seconds that training paused, one entry per snapshot
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread()  # the last one that was started
         self._buffers: dict[str, Tensor] = {}  # of the last copies: new memory would be slower
-        self._copied: dict[int, Tensor] = {}
 
     @property
     def busy(self) -> bool:
         """Whether the last snapshot is still being written."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._thread.is_alive()
 
     def save(self, files: dict[str, dict[str, Any]], collecting: float = 0.0) -> None:
         """Copy the contents (file name -> what torch.save takes) and begin to write them.
@@ -134,17 +132,28 @@ class SnapshotWriter:
         """
         self.wait()
         began = time.perf_counter()
-        self._copied = {}  # a tensor that is in two files is copied once
-        contents = {name: self._copy(content, name) for name, content in files.items()}
+        copied: dict[int, Tensor] = {}  # a tensor that is in two files is copied once
+
+        def copy(tensor: Tensor, place: str) -> Tensor:
+            """A copy on the host, into the buffer of the last time if that has the same layout."""
+            if id(tensor) not in copied:
+                values, buffer = tensor.detach(), self._buffers.get(place)
+                if buffer is None or _layout(buffer) != _layout(values):
+                    buffer = torch.empty_like(values, device="cpu", pin_memory=values.is_cuda)
+                    self._buffers[place] = buffer
+                copied[id(tensor)] = buffer.copy_(values, non_blocking=True)
+            return copied[id(tensor)]
+
+        copies = _map_tensors(copy, files)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.pauses.append(collecting + time.perf_counter() - began)
-        self._thread = threading.Thread(target=self._write, args=(contents,), name="snapshot")
+        self._thread = threading.Thread(target=self._write, args=(copies,), name="snapshot")
         self._thread.start()
 
     def wait(self) -> str | None:
         """Wait until nothing is being written. Returns: why the last write failed, or None."""
-        if self._thread is not None:
+        if self.busy:
             self._thread.join()
         return str(self.failure) if self.failure else None
 
@@ -163,25 +172,18 @@ class SnapshotWriter:
                 log.info(f"{self.folder / SNAPSHOT} could be written again")
             self.failure = None
 
-    def _copy(self, value: Any, place: str) -> Any:
-        """A deep copy on the host, into the buffers of the last time."""
-        if isinstance(value, dict):
-            return {key: self._copy(entry, f"{place}/{key}") for key, entry in value.items()}
-        if isinstance(value, (list, tuple)):
-            return type(value)(self._copy(x, f"{place}/{i}") for i, x in enumerate(value))
-        if not isinstance(value, Tensor):
-            return value
-        if id(value) not in self._copied:
-            tensor, old = value.detach(), self._buffers.get(place)
-            if old is None or _layout(old) != _layout(tensor):
-                old = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-                self._buffers[place] = old
-            self._copied[id(value)] = old.copy_(tensor, non_blocking=True)
-        return self._copied[id(value)]
-
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _map_tensors(change: Callable[[Tensor, str], Any], value: Any, place: str = "") -> Any:
+    """``value`` with ``change(tensor, place)`` for each tensor in its dictionaries and lists."""
+    if isinstance(value, dict):
+        return {key: _map_tensors(change, x, f"{place}/{key}") for key, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_map_tensors(change, x, f"{place}/{i}") for i, x in enumerate(value))
+    return change(value, place) if isinstance(value, Tensor) else value
 
 
 # ---- what a snapshot holds
@@ -296,7 +298,7 @@ class TrainState:
         self.clock = now
 
     def begin_epoch(self) -> None:
-        """Note the time."""
+        """An epoch begins now, or goes on after a resume."""
         self.tick()
         self.epoch_began = self.elapsed
 
@@ -357,7 +359,16 @@ def snapshot_of(
 ) -> dict[str, Any]:
     """The content of ``snapshot.pt``. Collective: ranks that are not ``main`` get no tensor of a
     sharded model."""
-    content = {name: _gathered(part.state_dict(), main) for name, part in state.parts.items()}
+
+    def gather_shards(tensor: Tensor, _: str) -> Tensor | None:
+        if not hasattr(tensor, "full_tensor"):
+            return tensor
+        full = whole(tensor)
+        return full.cpu() if main else None  # one by one, so that no GPU holds the whole model
+
+    content = {
+        name: _map_tensors(gather_shards, part.state_dict()) for name, part in state.parts.items()
+    }
     facts = {
         "options": options,
         "classes": classes,
@@ -365,18 +376,6 @@ def snapshot_of(
         "model_args": getattr(state.model, "constructor_args", {}),
     }
     return {"ema": None, "comm": None} | content | facts  # readers may expect these two keys
-
-
-def _gathered(value: Any, main: bool) -> Any:
-    """``value`` with whole tensors in place of shards: in the main process, on the CPU."""
-    if isinstance(value, dict):
-        return {key: _gathered(entry, main) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_gathered(entry, main) for entry in value)
-    if not hasattr(value, "full_tensor"):
-        return value
-    full = whole(value)
-    return full.cpu() if main else None  # one by one, so that no GPU holds the whole model
 
 
 def best_of(state: TrainState, arch: str, snapshot: dict[str, Any]) -> dict[str, Any]:

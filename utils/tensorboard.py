@@ -1,8 +1,8 @@
-"""The event file of a run: its curves, and what a resumed run takes out of earlier ones.
+"""The event file of a run, and the points that a resumed run removes from earlier ones.
 
-TensorBoard's SummaryWriter writes in a thread, which ends at the first error of the disk, and
-would make a second run, in a folder below, of the options. Here an event is in the file when a
-function returns, or the file is as it was.
+TensorBoard's SummaryWriter writes in a thread that ends at the first error of the disk, and puts
+the options into a second run, in a folder below. Here an event is in the file when a function
+returns, or the file is as it was.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ class EventFile:
     """A new event file in ``folder``. For rank 0; `write` is one of `Run.curves`."""
 
     def __init__(self, folder: Path, summaries: Iterable[Summary] = ()):
-        """Begin with ``summaries`` about the run. Raises: OSError."""
+        """Begin with ``summaries`` about the run."""
         name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}.0"
         self.path, self.has_gap = folder / name, False
         header = Event(file_version="brain.Event:2", wall_time=time.time())
@@ -43,11 +43,20 @@ class EventFile:
         self.add([Summary(value=values)], x)
 
     def add(self, summaries: Iterable[Summary], x: int = 0) -> None:
-        """Add summaries at ``x``. What the disk refuses is a gap, which is reported once."""
+        """Add summaries at ``x``."""
+        self._append(_events(summaries, x))
+
+    def _append(self, events: list[Event]) -> None:
+        """What the disk refuses is a gap in the curves, which is reported once."""
+        size = 0
         try:
-            self._append(_events(summaries, x))
+            with open(self.path, "ab") as file:
+                size = file.tell()
+                file.write(_records(events))
             self.has_gap = False
         except OSError as error:
+            with contextlib.suppress(OSError):
+                os.truncate(self.path, size)  # readers stop at half an event
             if not self.has_gap:
                 log.warning(
                     f"cannot write the event file ({error.strerror}): training continues, and "
@@ -55,34 +64,14 @@ class EventFile:
                 )
             self.has_gap = True
 
-    def _append(self, events: list[Event]) -> None:
-        """Raises: OSError; the file is then as it was, as readers stop at half an event."""
-        size = 0
-        try:
-            with open(self.path, "ab") as file:
-                size = file.tell()
-                file.write(_records(events))
-        except OSError:
-            with contextlib.suppress(OSError):
-                if size:
-                    os.truncate(self.path, size)
-                else:
-                    self.path.unlink()  # it was made here, and is empty
-            raise
-
 
 def _events(summaries: Iterable[Summary], x: int = 0) -> list[Event]:
     return [Event(wall_time=time.time(), step=x, summary=one) for one in summaries]
 
 
 def cut_off(folder: Path, epoch: int, step_x: int) -> None:
-    """Remove the points after ``epoch`` (``Step/`` curves: after ``step_x``) from event files,
-    and those of DATA/test at ``epoch``, too.
-
-    A run that was killed after its last snapshot has written points that the resumed run writes
-    again. A file is rewritten beside itself and renamed, and left alone when there is nothing to
-    take out.
-    """
+    """Remove the points after ``epoch`` (`STEP_TAGS`: after ``step_x``) from event files, and those
+    of DATA/test at ``epoch``: the resumed run writes them again. Raises: OSError."""
     for path in sorted(folder.glob("events.out.tfevents.*")):
         kept, removed = [], 0
         for event in LegacyEventFileLoader(str(path)).Load():

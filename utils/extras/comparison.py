@@ -77,12 +77,14 @@ COLUMNS = {
 METRICS = ("Top1/val", "Top5/val", "Loss/val", "Throughput/train", "Time/train", "IO/wait_share")
 
 
-def _patterns(tags: str) -> list[str]:
-    return [f"^{tag}" if tag.endswith("_rank") else f"^{tag}$" for tag in tags.split()]
-
-
 LAYOUT = {
-    page: {title: ["Multiline", _patterns(tags)] for title, tags in charts.items()}
+    page: {
+        title: [
+            "Multiline",
+            [f"^{tag}" + "$" * (not tag.endswith("_rank")) for tag in tags.split()],
+        ]
+        for title, tags in charts.items()
+    }
     for page, charts in CHARTS.items()
 }
 
@@ -91,20 +93,16 @@ LAYOUT = {
 
 
 def opening(options: Mapping[str, Any]) -> list[Summary]:
-    """The summaries that open an event file: charts, and the HParams entry with its values."""
-    return [custom_scalars(LAYOUT), *entry(options)]
+    """The summaries that open an event file: charts, the columns of HParams, and its values.
 
-
-def entry(options: Mapping[str, Any]) -> list[Summary]:
-    """The summaries that open a run's HParams entry: which columns there are, and its values.
-
-    scripts/compare_runs.py reads a run's options from it.
+    scripts/compare_runs.py reads a run's options from the last one.
     """
-    return [hparams(COLUMNS, dict.fromkeys(METRICS))[0], hparams(dict(options), {})[1]]
+    columns, values = hparams(COLUMNS, dict.fromkeys(METRICS))[0], hparams(dict(options), {})[1]
+    return [custom_scalars(LAYOUT), columns, values]
 
 
 def closing(success: bool) -> list[Summary]:
-    """The summary that ends it. Without it, a run is still training, or was killed."""
+    """The summary that ends it. A run without it is still training, or was killed."""
     end = hparams({}, {})[2]
     if not success:
         data = end.value[0].metadata.plugin_data
@@ -123,14 +121,13 @@ def facts(session: Session) -> dict[str, Any]:
     ``gpus`` counts processes where there is no GPU.
     """
     args, world, sampler = session.args, session.world, session.train.sampler
-    state = session.state
-    on_gpu = world.device.type == "cuda"
-    gpus = torch.cuda.device_count() if on_gpu and session.run.mode == "dp" else world.size
+    is_gpu_dp = world.device.type == "cuda" and session.run.mode == "dp"
+    gpus = torch.cuda.device_count() if is_gpu_dp else world.size
     return report.setting(session) | {
         "gpus": gpus,
         "precision": getattr(args, "opt_level", None) or amp.NAMES[session.loaders.dtype],
         "batch_per_gpu": session.global_batch / gpus,
-        "train_sizes": args.progressive or str(state.preprocessing["image_size"]),
+        "train_sizes": args.progressive or str(session.state.preprocessing["image_size"]),
         "steps_per_epoch": sampler.steps_per_epoch,
         "train_images": sampler.images,
         "val_images": session.loaders.val.sampler.images,
@@ -144,11 +141,8 @@ def facts(session: Session) -> dict[str, Any]:
 def describe(device: torch.device) -> dict[str, str]:
     """Names and versions: cpu, gpu and driver where ``device`` is a GPU, torch, commit."""
     model = re.search(r"^model name\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    facts = {
-        "cpu": model[1].strip() if model else "",
-        "torch": torch.__version__,
-        "commit": commit(),
-    }
+    facts = {"cpu": model[1].strip() if model else "", "torch": torch.__version__}
+    facts["commit"] = commit()
     if device.type == "cuda":
         facts |= {"gpu": torch.cuda.get_device_name(device), "driver": provenance.driver()}
     return {key: text for key, text in facts.items() if text}

@@ -8,7 +8,6 @@ TensorBoard shows no images.
 
 import io
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import matplotlib
@@ -21,7 +20,6 @@ from torch import Tensor
 from utils.errors import printable
 from utils.loaders import Batches
 from utils.session import Session
-from utils.tensorboard import EventFile
 
 MOST = 32  # images in a grid
 MOST_PIXELS = 4_000_000  # in all images of a grid: drawing takes about 0.1 s
@@ -42,12 +40,10 @@ def captions(targets: Tensor, classes: Sequence[str]) -> list[str]:
     """The class of each image; of mixed ones (targets float [n, classes]) a line for each share."""
     if not targets.is_floating_point():
         return [classes[target] if target >= 0 else "unreadable" for target in targets.tolist()]
-    shares, largest = targets.cpu().topk(min(2, len(classes)), dim=1)
+    shares, largest = (x.tolist() for x in targets.cpu().topk(min(2, len(classes)), dim=1))
     return [
-        "\n".join(
-            f"{share:.0%} {classes[i]}" for share, i in zip(*pair, strict=True) if share > 0.005
-        )
-        for pair in zip(shares.tolist(), largest.tolist(), strict=True)
+        "\n".join(f"{x:.0%} {classes[i]}" for x, i in zip(*pair, strict=True) if x > 0.005)
+        for pair in zip(shares, largest, strict=True)
     ]
 
 
@@ -85,23 +81,13 @@ def of_batch(batches: Batches, images: Tensor, targets: Tensor, most: int = MOST
     """The grid of a batch's first images: normalised [n, 3, size, size]; targets as in training."""
     count = max(1, min(len(images), most))
     tiles = pixels(images[:count], batches)
-    columns = min(count, max(1, round((2 * count) ** 0.5)))
+    columns = min(count, round((2 * count) ** 0.5))
     return sheet(tiles, captions(targets[:count], batches.dataset.source.classes), columns)
-
-
-def write(events: EventFile, tag: str, image: Image.Image, x: int) -> None:
-    """Write a picture into an event file."""
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG", compress_level=1)  # ten times as fast as the default
-    size = dict(zip(("width", "height"), image.size, strict=True))
-    png = Summary.Image(**size, colorspace=3, encoded_image_string=buffer.getvalue())
-    events.add([Summary(value=[Summary.Value(tag=tag, image=png)])], x)
 
 
 def draw_first_batch(session: Session) -> None:
     """Have the next training batch drawn in the event file, and by ``session.run.pictures``."""
-    batches, mix = session.train, session.train.mix
-    shows = [partial(write, session.run.events), *session.run.pictures]
+    batches, mix, run = session.train, session.train.mix, session.run
 
     def draw(images: Tensor, targets: Tensor, place: Any) -> tuple[Tensor, Tensor, Tensor]:
         batches.mix = mix
@@ -109,9 +95,13 @@ def draw_first_batch(session: Session) -> None:
         epoch, step, _ = place
         # After the position where the run begins: one that begins there again replaces the image.
         x = round(1000 * (epoch + step / batches.sampler.steps_per_epoch)) + 1
-        most = min(MOST, MOST_PIXELS // images[0, 0].numel())
-        image = of_batch(batches, *mixed[:2], most)
-        for show in shows:
+        image = of_batch(batches, *mixed[:2], min(MOST, MOST_PIXELS // images[0, 0].numel()))
+        buffer = io.BytesIO()
+        image.save(buffer, "PNG", compress_level=1)  # ten times as fast as the default
+        size = dict(zip(("width", "height"), image.size, strict=True))
+        png = Summary.Image(**size, colorspace=3, encoded_image_string=buffer.getvalue())
+        run.events.add([Summary(value=[Summary.Value(tag=TAG, image=png)])], x)
+        for show in run.pictures:
             show(TAG, image, x)
         return mixed
 

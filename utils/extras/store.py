@@ -9,6 +9,7 @@ Without this file: runs stay in their directories, and --resume takes local file
 
 import logging
 import multiprocessing.util
+import queue
 import shutil
 import tempfile
 import threading
@@ -70,8 +71,8 @@ def _download(system: Any, source: str, path: Path) -> None:
 
 
 def _find(url: str) -> tuple[Any, str, str, set[str]]:
-    """File system, folder and name of the file that ``url`` means (of a folder, its snapshot), and
-    all names in the folder. Raises: `UserError`."""
+    """File system, folder and name of the file at ``url`` (of a folder, its snapshot), and all
+    names in the folder. Raises: `UserError`."""
     try:
         system, path = _connect(url)
         folder, _, name = path.rpartition("/")
@@ -92,9 +93,10 @@ def run_name(url: str, mark: str) -> str | None:
 
 
 def fetch(url: str, folder: Path | None) -> Path:
-    """Download ``url`` into ``folder``, or a temporary one, until this process ends at the latest.
+    """Download ``url`` to a file in ``folder`` that is removed when this process ends.
 
-    Into ``folder`` a best model beside it comes, too, unless there is one. Raises: `UserError`.
+    Without ``folder`` it is in a temporary one. A best model beside it comes, too, unless
+    ``folder`` has one. Raises: `UserError`.
     """
     system, place, name, names = _find(url)
     if folder is None:
@@ -121,13 +123,12 @@ class Store:
     """``URL/NAME OF THE RUN/``, where copies of a run's files go. For rank 0."""
 
     def __init__(self, url: str, folder: Path):
-        self.folder = folder
-        self.url = f"{url.rstrip('/')}/{folder.name}"
-        self.system: Any = None
-        self.place = ""
+        self.folder, self.url = folder, f"{url.rstrip('/')}/{folder.name}"
+        self.system, self.place = None, ""
         self.fails = False  # whether the last upload failed
-        self.waiting: list[Path] = []  # files to send; the first one may be on its way
-        self.due, self.closing = threading.Event(), threading.Event()
+        self.waiting: set[Path] = set()  # files to send
+        self.sending: set[Path] = set()  # the one on its way
+        self.due: queue.SimpleQueue[bool] = queue.SimpleQueue()  # False: the run ends
         self.thread = threading.Thread(target=self._work, name="store", daemon=True)
 
     def open(self, resume: str | None) -> None:
@@ -170,21 +171,19 @@ class Store:
 
         The file may be replaced (by renaming) at any time: a whole one is sent.
         """
-        if path.is_file() and path not in self.waiting[1:]:
-            self.waiting.append(path)
-            self.due.set()
+        if path.is_file():
+            self.waiting.add(path)
+            self.due.put(True)
 
     def close(self) -> None:
         """Wait for the uploads that are left, up to `END_WAIT`, and name those that failed."""
-        self.closing.set()
-        self.due.set()
+        self.due.put(False)
         self.thread.join(END_WAIT)
-        if lost := ", ".join(sorted({path.name for path in self.waiting})):
+        if lost := ", ".join(sorted({path.name for path in self.waiting | self.sending})):
             log.info(f"note: {lost} could not be copied to {self.url}: see {self.folder}")
 
     def _work(self) -> None:
-        while self.due.wait() and not self.closing.is_set():
-            self.due.clear()
+        while self.due.get():
             self._send_all()
         for seconds in LAST_TRIES:
             if self.waiting:
@@ -193,14 +192,15 @@ class Store:
 
     def _send_all(self) -> None:
         """Send all files in ``waiting``. One that cannot be sent stays for the next call."""
-        for path in tuple(self.waiting):
+        for path in sorted(self.waiting):
+            self.sending = {path}
+            self.waiting.discard(path)  # a newer version may come meanwhile
             try:
                 self._send(path)
             except Exception as error:  # whatever it is: training continues
                 self._warn(error)
-                if path not in self.waiting[1:]:
-                    self.waiting.append(path)
-            self.waiting.pop(0)
+                self.waiting.add(path)
+            self.sending = set()
 
     def _send(self, path: Path) -> None:
         if self.system is None:

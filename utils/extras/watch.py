@@ -1,6 +1,6 @@
 """The parts of a step (``Time/...``), readings of GPU and CPU, memory. Always on.
 
-Interface: `Watch`, which `utils.epoch.Meter` calls; `StepTimer` is used by ``--dummy``, too.
+Interface: `Watch`, which `utils.epoch.Meter` calls; ``--dummy`` uses `StepTimer`, too.
 Without this file, these curves and the notes about them are missing; a step's whole time stays.
 
 A step has three parts: waiting for data, compute, and exposed communication. Measuring makes no
@@ -20,7 +20,7 @@ import os
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -35,16 +35,12 @@ from utils.world import gather, is_sharded, local
 
 log = logging.getLogger(__name__)
 
-Mark = Any  # a torch.cuda.Event, or seconds of the clock
-Interval = tuple[str, Mark, Mark]  # part of a step, begin, end
-Times = Counter  # number of "steps", and seconds by part
-
 SECONDS = 1.0  # between samples of the hardware
 ENOUGH = 30  # samples; a median of fewer says little
 GIB = 2**30
-# Tags, the functions of torch.cuda that measure them, and factors for their values.
+# Tags, the functions of torch.cuda that measure them (by NVML), and factors for their values.
 GPU = {
-    "GPU/utilisation": ("utilization", 1.0),
+    "GPU/utilisation": ("utilization", 1.0),  # per cent
     "GPU/memory_gb": ("device_memory_used", 1 / GIB),
     "GPU/power_w": ("power_draw", 1 / 1000),
     "GPU/temperature_c": ("temperature", 1.0),
@@ -54,25 +50,21 @@ GPU = {
 # ---- the clock of a step
 
 
-class Clock:
-    """Marks in the current stream of a GPU; on the CPU, where calls return when their work is done,
-    readings of the clock."""
+class Reading(float):
+    """A reading of the clock, with the methods of a CUDA event.
 
-    def __init__(self, device: torch.device):
-        self.device, self.cuda = device, device.type == "cuda"
+    It marks a time on the CPU, where calls return when their work is done.
+    """
 
-    def mark(self) -> Mark:
-        if not self.cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
-        return event
+    def query(self) -> bool:
+        return True
 
-    def seconds(self, begin: Mark, end: Mark) -> float:
-        return begin.elapsed_time(end) / 1000 if self.cuda else end - begin
+    def elapsed_time(self, end: float) -> float:
+        return 1000 * (end - self)
 
-    def passed(self, mark: Mark) -> bool:
-        return not self.cuda or mark.query()
+
+Mark = Any  # a torch.cuda.Event, or a Reading
+Interval = tuple[str, Mark, Mark]  # part of a step, begin, end
 
 
 class StepTimer:
@@ -85,20 +77,25 @@ class StepTimer:
     """
 
     def __init__(self, model: nn.Module, device: torch.device, distributed: bool):
-        self.clock = Clock(device)
-        self.total: Times = Counter()
-        self.since: Times = Counter()  # the last call of `recent`
+        self.device, self.sharded = device, is_sharded(model)
+        self.total, self.since = Counter(), Counter()  # since the start; since the last `recent`
         self.pending: deque[tuple[list[Interval], bool]] = deque()
         self.now: list[Interval] | None = None  # of the micro-batch that computes
         self.last: Mark | None = None  # the device waits for data since then
-        self.began: Mark | None = None
         self.queued = False
-        self.sharded = is_sharded(model)
         if distributed and not self.sharded:
             # The gradients of the last layer come first. Any would do: DDP waits for all of them.
             trained = [weight for weight in model.parameters() if weight.requires_grad]
             for weight in trained[-2:]:
                 weight.register_post_accumulate_grad_hook(self._first_gradient)
+
+    def mark(self) -> Mark:
+        """Mark the current place in the device's work."""
+        if self.device.type == "cpu":
+            return Reading(time.perf_counter())
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
 
     def start(self) -> None:
         """An epoch begins."""
@@ -108,23 +105,22 @@ class StepTimer:
     def begin(self) -> None:
         """The data of a micro-batch have arrived, and its computation begins."""
         if self.last is not None:
-            self.began, self.queued = self.clock.mark(), False
-            self.now = [("data", self.last, self.began)]
+            self.now, self.queued = [("data", self.last, self.mark())], False
 
     def end(self, update: bool) -> None:
         """All work of a micro-batch has been started; with ``update`` it ended a step."""
         if self.now is None:
             return
-        self.last = self.clock.mark()
-        self.now.append(("compute", self.began, self.last))
+        self.last = self.mark()
+        self.now.append(("compute", self.now[0][2], self.last))
         self.pending.append((self.now, update))
         self.now = None
-        while self.pending and self.clock.passed(self.pending[0][0][-1][2]):
+        while self.pending and self.pending[0][0][-1][2].query():
             self._add(*self.pending.popleft())
 
     def wait(self) -> None:
         """The next batch is requested; lines may have been printed since `end`."""
-        self.last = self.clock.mark()
+        self.last = self.mark()
 
     def stop(self) -> dict[str, float]:
         """The epoch has ended and the device is idle. Returns: mean seconds per step by part."""
@@ -139,9 +135,9 @@ class StepTimer:
         return _per_step(since)
 
     def _add(self, intervals: list[Interval], update: bool) -> None:
-        times: Times = Counter(steps=int(update))
+        times = Counter(steps=int(update))
         for part, begin, end in intervals:
-            times[part] += self.clock.seconds(begin, end)
+            times[part] += begin.elapsed_time(end) / 1000
         if not self.sharded:
             times["communication"] += 0.0  # measured, also where there was none
             times["compute"] -= times["communication"]  # which is within its interval
@@ -149,24 +145,25 @@ class StepTimer:
         self.since.update(times)
 
     def _first_gradient(self, weight: torch.Tensor) -> None:
-        """Backward has reached the model: have its end marked."""
-        if self.now is not None and not self.queued:
-            self.queued = True
-            _at_end_of_backward(self._local_gradients)
+        """Backward has reached the model: have its end marked.
 
-    def _local_gradients(self) -> None:
-        """All local gradients are there. DDP's own callback, queued later, now waits for buckets;
-        one that is queued here comes after it."""
-        local = self.clock.mark()
-        self.now.append(("own", self.began, local))
-        _at_end_of_backward(lambda: self.now.append(("communication", local, self.clock.mark())))
+        DDP queues its own callback later; that one waits for the buckets. What a callback queues
+        comes last.
+        """
+        if self.now is None or self.queued:
+            return
+        self.queued, now = True, self.now
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+
+        def local_gradients() -> None:
+            local = self.mark()
+            now.append(("own", now[0][2], local))
+            queue(lambda: now.append(("communication", local, self.mark())))
+
+        queue(local_gradients)
 
 
-def _at_end_of_backward(call: Callable[[], None]) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(call)
-
-
-def _per_step(times: Times) -> dict[str, float]:
+def _per_step(times: Counter) -> dict[str, float]:
     """Mean seconds of the measured parts; empty if there was no step."""
     steps = times["steps"]
     return {part: times[part] / steps for part in times if part != "steps" and steps}
@@ -176,11 +173,10 @@ def _per_step(times: Times) -> dict[str, float]:
 
 
 def read_gpu(device: torch.device) -> dict[str, float]:
-    """Utilisation in per cent, memory in GiB, power in watts, temperature in Celsius, by NVML."""
+    """The values of the sensors that this GPU has, by the tags of `GPU`."""
     values = {}
     for tag, (name, factor) in GPU.items():
-        # Errors of many kinds: not every GPU has every sensor.
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # a missing sensor raises errors of many kinds
             values[tag] = factor * getattr(torch.cuda, name)(device)
     return values
 
@@ -195,7 +191,7 @@ def cpu_ticks() -> tuple[int, int]:
 
 
 def tensor_bytes(session: Session) -> dict[str, float]:
-    """Bytes of this process's tensors, by what they are for.
+    """Bytes of this process's tensors, each counted once, by what they are for.
 
     "optimizer" is its state and, where it has them, the float32 masters of the parameters;
     "activations", on a GPU, are the rest of the peak.
@@ -206,42 +202,39 @@ def tensor_bytes(session: Session) -> dict[str, float]:
     masters = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
     entries = filter(None, optimizer.state.values())  # ZeRO's are None in other processes
     kept = [x for entry in entries for x in entry.values() if torch.is_tensor(x)]
+    tensors = {
+        "parameters": [*weights, *model.buffers()],
+        "gradients": [weight for weight in weights if weight.requires_grad],
+        "optimizer": [*masters, *kept],
+    }
     sizes = {
-        "parameters": _bytes([*weights, *model.buffers()]),
-        "gradients": _bytes([weight for weight in weights if weight.requires_grad]),
-        "optimizer": _bytes([*masters, *kept]),
+        part: float(sum({id(tensor): local(tensor).nbytes for tensor in some}.values()))
+        for part, some in tensors.items()
     }
     if (peak := tensor_peak(session)) is not None:
         sizes["activations"] = max(0.0, peak - sum(sizes.values()))
     return sizes
 
 
-def _bytes(tensors: list[torch.Tensor]) -> float:
-    """Bytes that this process holds of ``tensors``, each counted once."""
-    mine = {id(tensor): local(tensor) for tensor in tensors}
-    return float(sum(tensor.numel() * tensor.element_size() for tensor in mine.values()))
-
-
-class Watch:
+class Watch(StepTimer):
     """The measurements of one process. A thread samples GPU and CPU every second until `close`."""
 
     def __init__(self, session: Session):
-        self.session, self.device = session, session.world.device
-        self.timer = StepTimer(session.state.model, self.device, session.world.size > 1)
+        super().__init__(session.state.model, session.world.device, session.world.size > 1)
+        self.session, self.ticks = session, cpu_ticks()
         self.samples: dict[str, list[float]] = defaultdict(list)
-        self.ticks = cpu_ticks()
         if self.device.type == "cuda" and not read_gpu(self.device):
             log.info("GPU utilisation is not recorded: pip install nvidia-ml-py")
-        self.lock, self.ended = threading.Lock(), threading.Event()
+        self.lock, self.closing = threading.Lock(), threading.Event()
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
     def _run(self) -> None:
-        while not self.ended.wait(SECONDS):
+        while not self.closing.wait(SECONDS):
             self.sample()
 
     def sample(self) -> dict[str, list[float]]:
-        """Read GPU and CPU. Returns all samples since the epoch began."""
+        """Read GPU and CPU. Returns: all samples since the epoch began."""
         with self.lock:
             resident = int(Path("/proc/self/statm").read_text().split()[1])
             values = {"CPU/memory_gb": resident * os.sysconf("SC_PAGE_SIZE") / GIB}
@@ -260,34 +253,25 @@ class Watch:
         """The batches that are left of an epoch, with the clock of a step around each."""
         self.sample()  # the CPU's is a difference: it starts here
         self.samples = defaultdict(list)
-        self.timer.start()
+        self.start()
         for batch in batches:
-            self.timer.begin()
+            self.begin()
             yield batch
             if batch.ends_step:  # what came after the step itself is no part of it
-                self.timer.wait()
-
-    def end_step(self, update: bool) -> None:
-        """A micro-batch has been started; with ``update`` it ended a step."""
-        self.timer.end(update)
-
-    def recent(self) -> dict[str, float]:
-        """Mean seconds per step by part, since the last call."""
-        return self.timer.recent()
+                self.wait()
 
     def end_epoch(self) -> dict[str, float]:
         """The epoch's tags of all processes. Collective; the device must be idle.
 
-        Times are means over the processes, so that they add up to a step; of the samples it is the
-        mean of each process, of memory the most. "busy" is the idlest GPU's median utilisation.
+        Times are means over the processes, so that they add up to a step. Samples are the mean of
+        each process; of memory, the largest. "busy" is the idlest GPU's median utilisation.
         """
         samples, self.samples = self.sample(), defaultdict(list)
         tags = {tag: max(x) if "memory" in tag else fmean(x) for tag, x in sorted(samples.items())}
-        sizes = tensor_bytes(self.session).items()
-        tags |= {f"Memory/{part}_mb": size / 2**20 for part, size in sizes}
+        for part, size in tensor_bytes(self.session).items():
+            tags[f"Memory/{part}_mb"] = size / 2**20
         busy = samples.get("GPU/utilisation", [])
-        median_busy = median(busy) if len(busy) >= ENOUGH else math.inf
-        mine = (self.timer.stop(), tags, median_busy)
+        mine = (self.stop(), tags, median(busy) if len(busy) >= ENOUGH else math.inf)
         times, tags_of_ranks, medians = zip(*gather(mine, self.session.world), strict=True)
         timed = [one for one in times if one]
         parts = [part for part in PARTS if timed and part in timed[0]]
@@ -298,5 +282,5 @@ class Watch:
 
     def close(self) -> None:
         """End the thread."""
-        self.ended.set()
+        self.closing.set()
         self.thread.join()
