@@ -64,13 +64,13 @@ def run(
         stack.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
         calls = (2 if "--accum-steps" in options else 1) * (gpus if script == "imagenet_dp" else 1)
         _watch(stack, gpu, calls, quiet_from, -(-images // (batch * processes)))
-        save, faults = torch.save, []
+        save, errors = torch.save, []
 
         def save_values(content: Any, file: Any) -> None:
             try:
                 save(_with_values(content, gpu), file)
-            except AssertionError as fault:  # in the thread that writes
-                faults.append(fault)
+            except AssertionError as error:  # in the thread that writes
+                errors.append(error)
 
         if "apex" in options:
             stack.callback(forget, "apex")
@@ -81,8 +81,8 @@ def run(
         # Done by a worker, which has no GPU to look at.
         patch(_MapDatasetFetcher, "fetch", _disable_current_modes()(_MapDatasetFetcher.fetch))
         assert main() == 0
-        if faults:
-            raise faults[0]
+        if errors:
+            raise errors[0]
         return SimpleNamespace(gpu=gpu, folder=folder / "run")
 
 

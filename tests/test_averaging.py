@@ -88,12 +88,12 @@ def test_averages_of_a_snapshot_are_restored_if_they_fit(tmp_path):
 def test_best_pt_has_the_averages_where_they_are_better(tmp_path):
     state = averaged()
     own = state.model.state_dict()
-    for weights, wanted in (("ema", own | state.parts["ema"].averages), ("model", own)):
+    for weights, expected in (("ema", own | state.parts["ema"].averages), ("model", own)):
         state.best["ema"] = int(weights == "ema")
         save_best(state, tmp_path, "tiny", CLASSES)
         best = read_checkpoint(tmp_path / "best.pt")
         assert best["weights"] == weights
-        assert same(best["state_dict"], wanted)
+        assert same(best["state_dict"], expected)
 
 
 def test_the_better_one_counts():
@@ -104,11 +104,11 @@ def test_the_better_one_counts():
         (60, 1.0, 60, 0.5),
         (61, math.nan, 61, math.nan),
     ]
-    wanted = {
+    bests = {
         "top1": [(True, 55, 0.8, 1), (False, 55, 0.8, 1), (True, 60, 1.0, 0), (True, 61, None, 0)],
         "loss": [(True, 55, 0.8, 1), (False, 55, 0.8, 1), (True, 60, 0.5, 1), (False, 60, 0.5, 1)],
     }
-    for best_by, expected in wanted.items():
+    for best_by, expected in bests.items():
         state = averaged()
         state.best, state.epoch = {}, 0
         for (top1, loss, ema_top1, ema_loss), (is_best, *best) in zip(
@@ -117,9 +117,9 @@ def test_the_better_one_counts():
             record = {"Top1/val": top1, "Top5/val": 90, "Loss/val": loss}
             record |= {"Top1/ema": ema_top1, "Top5/ema": 91, "Loss/ema": ema_loss}
             assert loop.add_to_history(state, record, best_by) == is_best
-            found = [state.best["top1"], state.best["loss"], state.best["ema"]]
-            assert found[::2] == best[::2]
-            assert best[1] is None or found[1] == best[1]
+            now = [state.best["top1"], state.best["loss"], state.best["ema"]]
+            assert now[::2] == best[::2]
+            assert best[1] is None or now[1] == best[1]
             assert state.best["top5"] == (91 if state.best["ema"] else 90)
 
 
@@ -131,7 +131,7 @@ def test_flips_are_the_mean_of_two_views():
     batches.sampler = SimpleNamespace(rounds=2, images=9)
     session = MagicMock(args=SimpleNamespace(val_flip=True), world=WORLD, stop=None)
     session.state.parts, session.state.model, session.state.sharded = {}, model, False
-    found = epoch.evaluate(session, model, batches)
+    measured = epoch.evaluate(session, model, batches)
     images, targets = (torch.cat(part) for part in zip(*parts, strict=True))
     logits = (model(images) + model(images.flip(3))) / 2
-    assert found["Loss/val"] == pytest.approx(F.cross_entropy(logits, targets).item(), rel=1e-6)
+    assert measured["Loss/val"] == pytest.approx(F.cross_entropy(logits, targets).item(), rel=1e-6)

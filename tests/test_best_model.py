@@ -62,9 +62,9 @@ def test_the_lines_in_the_readme_give_the_accuracy_that_the_run_printed(data, tm
     code = "import json, sys\n" + readme_lines(tmp_path / "run/best.pt") + EVALUATE
     words = [sys.executable, "-I", "-c", code, data / "val"]
     plain = subprocess.run(words, env=environment(), cwd=tmp_path, capture_output=True, check=True)
-    found, run = json.loads(plain.stdout), summary(tmp_path / "run")
-    assert found["top1"] == pytest.approx(run["best_top1"], abs=1e-6)
-    assert found["loss"] == pytest.approx(run["best_loss"], rel=0.02)
+    plain_results, run = json.loads(plain.stdout), summary(tmp_path / "run")
+    assert plain_results["top1"] == pytest.approx(run["best_top1"], abs=1e-6)
+    assert plain_results["loss"] == pytest.approx(run["best_loss"], rel=0.02)
 
 
 @pytest.mark.parametrize("arch", ["googlenet", "inception_v3", "maxvit_t", "vit_b_32"])

@@ -91,7 +91,7 @@ def test_position_moves_to_another_global_batch(tmp_path):
     for name in ("best", "elapsed", "history", "sums"):
         assert getattr(state, name) == getattr(old, name), name
     assert (state.epoch, state.step, state.global_batch) == (2, 3, 64)
-    assert [group["lr"] for group in state.optimizer.param_groups] == [0.025], "as typed"
+    assert [group["lr"] for group in state.optimizer.param_groups] == [0.025]
     with pytest.raises(UserError, match=r"after 192 images.*of 80: .*global batch 32"):
         resumed(tmp_path, ours(), batch=80)
 
@@ -238,7 +238,7 @@ def test_a_file_that_is_no_checkpoint_is_one_clear_message(tmp_path, monkeypatch
     assert [*tmp_path.iterdir()] == [path]
 
 
-def test_what_is_missing_or_no_file_is_told(tmp_path):
+def test_a_missing_file_or_a_pipe_is_one_message(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     signal.alarm(60)  # the end of pytest, if this waits for somebody to write into the pipe
     try:

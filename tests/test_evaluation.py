@@ -37,13 +37,13 @@ def test_every_image_counts_once_on_any_number_of_processes(tmp_path):
     alone = runs[1]
     assert 0 < alone["val_top1"] < alone["val_top5"] < 100
     assert alone["val_loss"] > 1  # of random weights
-    for count, found in runs.items():
-        assert (found["world_size"], found["val_images"]) == (count, MANY)
+    for count, run in runs.items():
+        assert (run["world_size"], run["val_images"]) == (count, MANY)
         for key in ("val_top1", "val_top5"):
-            hits = found[key] / 100 * MANY
+            hits = run[key] / 100 * MANY
             assert hits == pytest.approx(round(hits), abs=1e-6), key  # a whole number of them
-            assert found[key] == alone[key], key
-        assert found["val_loss"] == pytest.approx(alone["val_loss"], rel=1e-6)
+            assert run[key] == alone[key], key
+        assert run["val_loss"] == pytest.approx(alone["val_loss"], rel=1e-6)
 
 
 def test_odd_images_are_good_images_and_unreadable_ones_are_named(tmp_path):
@@ -61,9 +61,9 @@ def test_odd_images_are_good_images_and_unreadable_ones_are_named(tmp_path):
     options += ("--ema", "0.9", "--output-dir", tmp_path, "--name", "odd")
     done = train("imagenet_nd.py", *options, data)
     assert f"{3 * (6 + len(ODD))} images in 3 classes" in done.out
-    found = summary(tmp_path / "odd")
-    assert (found["val_images"], found["val_unreadable"]) == (3 * (4 + len(ODD)) - 1, 1)
-    assert found["val_ema_loss"] != found["val_loss"]  # of other weights
+    results = summary(tmp_path / "odd")
+    assert (results["val_images"], results["val_unreadable"]) == (3 * (4 + len(ODD)) - 1, 1)
+    assert results["val_ema_loss"] != results["val_loss"]  # of other weights
     assert scalars(tmp_path / "odd")["IO/bad_files"] == [(1, 1), (2, 1)]
     assert done.out.count("unreadable image ") == 2, "once each, not in every epoch"
     assert all(f"unreadable image {path}" in done.out for path in bad)
@@ -99,16 +99,16 @@ def test_sums_of_batches_are_those_of_all_images(classes):
     torch.manual_seed(0)
     logits, targets = torch.randn(50, classes), torch.randint(classes, (50,))
     targets[::7] = UNREADABLE
-    wanted = reference(logits, targets)
-    assert (wanted[2] == wanted[3]) == (classes <= 5)
+    expected = reference(logits, targets)
+    assert (expected[2] == expected[3]) == (classes <= 5)
     sums = Sums(torch.device("cpu"), [0.0] + [2.0**24] * 3)
     for first, end in pairwise((0, 1, 30, 50)):
         one, labels = logits[first:end].requires_grad_(), targets[first:end]
         loss = F.cross_entropy(one, labels, reduction="sum", ignore_index=UNREADABLE)
         sums.add(loss, one, labels)
     loss, *counts = sums.total(World(torch.device("cpu")))
-    assert loss == pytest.approx(wanted[0], rel=1e-6)
-    assert counts == [2**24 + count for count in wanted[1:]]
+    assert loss == pytest.approx(expected[0], rel=1e-6)
+    assert counts == [2**24 + count for count in expected[1:]]
 
 
 def test_metrics_are_means_and_percentages_and_of_no_image_nan():

@@ -44,8 +44,8 @@ def test_only_later_points_are_removed(written, epoch, step_x):
         "Step/loss": [(x, float(x)) for x in range(250, 6001, 250) if x <= step_x],
         "Top1/test": [(2, 60.0)] if epoch > 2 else [],
     }
-    found = scalars(written.parent)
-    assert {tag: found.get(tag, []) for tag in expected} == expected
+    points = scalars(written.parent)
+    assert {tag: points.get(tag, []) for tag in expected} == expected
     events = EventAccumulator(str(written.parent)).Reload()
     assert events.Tags()["tensors"] == ["options/text_summary"]
     assert events.file_version == 2.0, "the header is there"
@@ -134,7 +134,7 @@ def test_tensorboard_shows_one_line_per_run(ours):
     body = {"allowedStatuses": STATUSES, "colParams": [], "startIndex": 0, "sliceSize": 9}
     (group,) = ask("plugin/hparams/session_groups", body)["sessionGroups"]
     (session,) = group["sessions"]
-    found = group["name"], session["name"], session["status"], group["hparams"]["arch"]
-    assert found == ("one", "one", "STATUS_SUCCESS", "resnet18")
+    shown = group["name"], session["name"], session["status"], group["hparams"]["arch"]
+    assert shown == ("one", "one", "STATUS_SUCCESS", "resnet18")
     metrics = {metric["name"]["tag"]: metric["trainingStep"] for metric in group["metricValues"]}
     assert metrics["Top1/val"] == metrics["Throughput/train"] == 2

@@ -123,8 +123,8 @@ def test_speed_is_of_all_nodes_and_the_clock_that_counts_is_of_rank_0(runs):
         curves["Throughput/train"], curves["Time/train"], strict=True
     ):
         assert images * seconds == pytest.approx(20, rel=1e-4)
-    found = summary(runs / "shared")
-    assert (found["finished_because"], found["nodes"]) == ("epochs", 2)
+    results = summary(runs / "shared")
+    assert (results["finished_because"], results["nodes"]) == ("epochs", 2)
 
 
 def test_the_best_model_is_on_disk_before_a_snapshot_speaks_of_it(runs):

@@ -110,10 +110,9 @@ def assert_same_run(run: Path, other: Path) -> None:
     one, two = snapshot(run, "best.pt"), snapshot(other, "best.pt")
     assert same(one.pop("state_dict"), two.pop("state_dict"))
     assert one == two
-    found, wanted = summary(run), summary(other)
-    for key in wanted:
-        if key.startswith(("best_", "val_", "epochs", "finished", "global", "world", "nodes")):
-            assert found[key] == wanted[key], key
+    names = ("best_", "val_", "epochs", "finished", "global", "world", "nodes")
+    one, two = ({k: x for k, x in summary(r).items() if k.startswith(names)} for r in (run, other))
+    assert one == two
 
 
 def resumed_at(run: Path) -> list[str]:
@@ -175,8 +174,11 @@ def test_signals_end_in_snapshots_and_change_nothing(place):
             assert result.code == INTERRUPTED, result.err
             # In evaluation, none of whose images count; else the step that waits is finished.
             assert steps == min(step + 1, STEPS)
-            found = summary(run)
-            assert (found["finished_because"], found["epochs_done"]) == ("interrupted", epoch - 1)
+            results = summary(run)
+            assert (results["finished_because"], results["epochs_done"]) == (
+                "interrupted",
+                epoch - 1,
+            )
         seconds.append(snapshot(run)["progress"]["elapsed"])
     place.finish("often", *options)
     assert_same_run(run, whole)
@@ -210,9 +212,9 @@ def test_the_accuracy_that_is_desired_is_enough(place):
     """Exactly that of the first epoch, of the better of both models."""
     first = snapshot(place.root / "whole")["progress"]["history"][0]
     desired = max(first["Top1/val"], first["Top1/ema"])
-    found = summary(place.finish("desired", *ONE, "--desired-acc", desired))
-    assert (found["finished_because"], found["epochs_done"]) == ("desired_acc", 1)
-    assert (found["best_top1"], found["best_epoch"]) == (desired, 1)
+    results = summary(place.finish("desired", *ONE, "--desired-acc", desired))
+    assert (results["finished_because"], results["epochs_done"]) == ("desired_acc", 1)
+    assert (results["best_top1"], results["best_epoch"]) == (desired, 1)
 
 
 # ---- two processes
@@ -247,14 +249,14 @@ def test_the_best_model_evaluates_to_its_accuracy(place):
     line = ("-a", "tiny_full", "-e", "-b", "8", "--output-dir", runs, place.images)
     train(ND, "--resume", whole / "best.pt", "--name", "run", *line)
     (run,) = runs.iterdir()  # not where the model is
-    found, best = summary(run), snapshot(whole, "best.pt")
+    results, best = summary(run), snapshot(whole, "best.pt")
     part = "ema" if best["weights"] == "ema" else "val"
     curves = {tag: dict(points) for tag, points in scalars(whole).items()}
     for name in ("top1", "top5"):
-        assert found[f"val_{name}"] == summary(whole)[f"best_{name}"] == best[name]
-    assert found["val_top1"] == curves[f"Top1/{part}"][best["epoch"]]
-    assert found["val_loss"] == pytest.approx(curves[f"Loss/{part}"][best["epoch"]], rel=1e-5)
-    assert (found["val_images"], found["finished_because"]) == (21, "evaluated")
+        assert results[f"val_{name}"] == summary(whole)[f"best_{name}"] == best[name]
+    assert results["val_top1"] == curves[f"Top1/{part}"][best["epoch"]]
+    assert results["val_loss"] == pytest.approx(curves[f"Loss/{part}"][best["epoch"]], rel=1e-5)
+    assert (results["val_images"], results["finished_because"]) == (21, "evaluated")
     # Nothing that compare_runs.py would list, and nothing to resume from.
     assert {path.name for path in run.iterdir()} == {"options.json", "summary.json", "train.log"}
 

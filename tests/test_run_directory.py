@@ -36,7 +36,7 @@ model.load_state_dict(best["state_dict"])
 model.eval()
 norm = T.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 view = T.Compose([T.Resize(round(32 * 256 / 224)), T.CenterCrop(32), T.ToTensor(), norm])
-found = {key: best[key] for key in ("epoch", "top1", "top5")}
+values = {key: best[key] for key in ("epoch", "top1", "top5")}
 for part in ("val", "test"):
     data = torchvision.datasets.ImageFolder(root / part, view)
     assert data.classes == best["classes"]
@@ -44,12 +44,12 @@ for part in ("val", "test"):
     with torch.no_grad():
         logits = model(torch.stack(images))
     targets = torch.tensor(targets)
-    found[part] = {
+    values[part] = {
         "images": len(data),
         "top1": 100 * (logits.argmax(1) == targets).double().mean().item(),
         "loss": cross_entropy(logits, targets).item(),
     }
-print(json.dumps(found))
+print(json.dumps(values))
 """
 
 
@@ -105,23 +105,23 @@ def test_curves_have_the_tags_of_older_runs_and_count_what_they_say(ran):
 
 
 def test_summary_agrees_with_curves(ran):
-    found = ran.summary
+    results = ran.summary
     last = {tag: points[-1][1] for tag, points in ran.curves.items()}
-    wanted = {"best_top1": 100 / 3, "best_top5": 100, "best_epoch": 1, "epochs_done": 3}
-    wanted |= {f"val_{name.lower()}": last[f"{name}/val"] for name in ("Loss", "Top1", "Top5")}
-    wanted |= {"val_images": 21, "world_size": 1, "nodes": 1, "global_batch": 5}
-    assert {key: found[key] for key in wanted} == pytest.approx(wanted)
-    assert found["finished_because"] == "epochs"
-    assert found["elapsed_seconds"] >= 3 * found["epoch_seconds"] * 0.5 > 0
+    expected = {"best_top1": 100 / 3, "best_top5": 100, "best_epoch": 1, "epochs_done": 3}
+    expected |= {f"val_{name.lower()}": last[f"{name}/val"] for name in ("Loss", "Top1", "Top5")}
+    expected |= {"val_images": 21, "world_size": 1, "nodes": 1, "global_batch": 5}
+    assert {key: results[key] for key in expected} == pytest.approx(expected)
+    assert results["finished_because"] == "epochs"
+    assert results["elapsed_seconds"] >= 3 * results["epoch_seconds"] * 0.5 > 0
     rates = [value for _, value in ran.curves["Throughput/train"]]
-    assert min(rates) * 0.99 <= found["images_per_s"] <= max(rates) * 1.01
+    assert min(rates) * 0.99 <= results["images_per_s"] <= max(rates) * 1.01
 
 
 def test_options_json_keeps_all_options_and_the_command(ran):
-    found = json.loads((ran.folder / "options.json").read_text())
-    wanted = {"batch_size": 5, "lr": 0.1, "data": str(ran.data), "momentum": 0.9}  # a default
-    assert {key: found[key] for key in wanted} == wanted
-    assert re.search(r"imagenet_nd\.py .*--seed 2", found["command"])
+    results = json.loads((ran.folder / "options.json").read_text())
+    expected = {"batch_size": 5, "lr": 0.1, "data": str(ran.data), "momentum": 0.9}  # a default
+    assert {key: results[key] for key in expected} == expected
+    assert re.search(r"imagenet_nd\.py .*--seed 2", results["command"])
 
 
 def test_log_keeps_every_line_of_the_console(ran):
@@ -136,19 +136,19 @@ def test_the_best_model_is_plain_torchvision_and_as_good_as_the_summary_says(ran
     """On val/, and on test/, which is evaluated once, at the end."""
     line = [sys.executable, "-I", "-c", PLAIN_EVALUATION, ran.folder, ran.data]
     plain = json.loads(subprocess.run(line, cwd=tmp_path, capture_output=True, check=True).stdout)
-    found = ran.summary
+    results = ran.summary
     for key in ("epoch", "top1", "top5"):
-        assert plain[key] == pytest.approx(found[f"best_{key}"])
-    best_loss = dict(ran.curves["Loss/val"])[found["best_epoch"]]
+        assert plain[key] == pytest.approx(results[f"best_{key}"])
+    best_loss = dict(ran.curves["Loss/val"])[results["best_epoch"]]
     for part, images, top1, loss in (
-        ("val", 21, found["best_top1"], best_loss),
-        ("test", 15, found["test_top1"], found["test_loss"]),
+        ("val", 21, results["best_top1"], best_loss),
+        ("test", 15, results["test_top1"], results["test_loss"]),
     ):
-        assert found[f"{part}_images"] == plain[part]["images"] == images
+        assert results[f"{part}_images"] == plain[part]["images"] == images
         assert plain[part]["top1"] == pytest.approx(top1, abs=1e-6)
         assert plain[part]["loss"] == pytest.approx(loss, rel=0.01)
     for name in ("Top1", "Top5", "Loss"):
-        assert ran.curves[f"{name}/test"] == [(3, pytest.approx(found[f"test_{name.lower()}"]))]
+        assert ran.curves[f"{name}/test"] == [(3, pytest.approx(results[f"test_{name.lower()}"]))]
     lines = ran.out.splitlines()
     assert [line for line in lines if line.startswith("test:")] == lines[-2:-1]
 
@@ -162,12 +162,12 @@ def test_the_best_model_may_be_that_of_the_lowest_loss(ran, tmp_path):
     options += ("--lr", "0.01", "--momentum", "0", "--wd", "10")  # the weights shrink
     where = ("--output-dir", tmp_path, "--name")
     train("imagenet_nd.py", *options, *where, "a", tmp_path / "data")
-    losses, found = dict(scalars(tmp_path / "a")["Loss/val"]), summary(tmp_path / "a")
+    losses, results = dict(scalars(tmp_path / "a")["Loss/val"]), summary(tmp_path / "a")
     epoch = min(losses, key=losses.get)
     assert epoch > 1, losses
-    assert (found["best_epoch"], found["best_loss"]) == (epoch, pytest.approx(losses[epoch]))
+    assert (results["best_epoch"], results["best_loss"]) == (epoch, pytest.approx(losses[epoch]))
     # DATA/test has the images of DATA/val.
-    assert found["test_loss"] == pytest.approx(found["best_loss"])
+    assert results["test_loss"] == pytest.approx(results["best_loss"])
     # It is evaluated by the run's name, or by its file, and nothing is written.
     evaluate = ("-a", "tiny_plain", "-e", *where[:2])
     for part, line in (
@@ -175,9 +175,9 @@ def test_the_best_model_may_be_that_of_the_lowest_loss(ran, tmp_path):
         ("test", ("--part", "test", "--resume", tmp_path / "a/best.pt")),
     ):
         done = train("imagenet_nd.py", *evaluate, *line, tmp_path / "data")
-        assert f"{part}: loss {found['best_loss']:.4f}  top-1 33.333 %" in done.out
+        assert f"{part}: loss {results['best_loss']:.4f}  top-1 33.333 %" in done.out
     assert {path.name for path in tmp_path.iterdir()} == {"a", "data"}
-    assert summary(tmp_path / "a") == found
+    assert summary(tmp_path / "a") == results
     line = ("imagenet_nd.py", *evaluate, "--name", "b", "--resume", "auto", tmp_path / "data")
     python(*line).fails_with(f"{tmp_path}/b has no best.pt and no snapshot.pt to evaluate")
 

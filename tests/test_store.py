@@ -1,4 +1,4 @@
-"""--store and URLs to resume from: copies of a run in a store, and faults of it."""
+"""--store and URLs to resume from: copies of a run in a store, and errors of it."""
 
 import shutil
 import signal
@@ -58,24 +58,20 @@ def test_a_new_machine_continues_bit_for_bit(folder, tmp_path, stopped, how):
     assert best[0] == best[1]
 
 
-def test_a_url_may_name_one_file(tmp_path):
-    (tmp_path / "other").mkdir()
-    for name in ("best.pt", "model.pth"):
-        (tmp_path / "other" / name).write_text(name)
-    url = f"file://{tmp_path}/other"
-    assert store.fetch(f"{url}/model.pth", tmp_path).read_text() == "model.pth"
-    assert store.run_name(f"{url}/model.pth", "options.json") is None
-    with pytest.raises(UserError, match=r"there is no file://\S+, nor snapshot.pt in a folder"):
-        store.fetch(url, tmp_path)
-
-
-def test_a_refused_url_leaves_no_file(folder, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("/secret", "is not a checkpoint"),
+        ("", "/other, nor snapshot.pt in a folder of this name"),
+    ],
+)
+def test_a_rejected_url_is_an_error_line_and_leaves_no_file(folder, tmp_path, name, words):
     """What is no checkpoint may be anything, and private."""
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "secret").write_text("secret")
-    url = f"file://{tmp_path}/other/secret"
+    url = f"file://{tmp_path}/other{name}"
     where = line(folder, tmp_path, "--name", "run", "--resume", url)
-    python("imagenet_nd.py", "-j", "0", "--image-size", "32", *where).fails_with("not a checkpoint")
+    python("imagenet_nd.py", "-j", "0", "--image-size", "32", *where).fails_with(words)
     assert not list((tmp_path / "run").glob(".*"))
 
 
@@ -94,7 +90,7 @@ def test_what_could_overwrite_or_miss_a_run_is_refused(tmp_path, monkeypatch):
         store.Store("s3://typo", tmp_path / "half").open(None)
 
 
-def test_a_failing_store_is_told_once_and_training_ends_well(folder, tmp_path):
+def test_a_failing_store_is_reported_once_and_training_ends_well(folder, tmp_path):
     (tmp_path / "file").touch()
     options = line(folder, tmp_path, "--name", "run", "--store", tmp_path / "file")
     result = train("imagenet_nd.py", *options)
@@ -115,21 +111,21 @@ def test_urls_are_checked_before_anything_else(folder, parse, monkeypatch):
 
 
 class Bucket(MemoryFileSystem):
-    """An object store whose puts wait for ``gate`` and fail while ``faults`` are left."""
+    """An object store whose puts wait for ``gate`` and fail while ``errors`` are left."""
 
     protocol = "bucket"
     cachable = False
 
-    def __init__(self, faults: int = 0):
+    def __init__(self, errors: int = 0):
         super().__init__()
-        self.begun, self.gate, self.faults, self.puts = Event(), Event(), faults, []
+        self.begun, self.gate, self.errors, self.puts = Event(), Event(), errors, []
 
     def put_file(self, lpath, rpath, **options):
         text = Path(lpath).read_text()
         self.begun.set()
         assert self.gate.wait(60)
-        if self.faults:
-            self.faults -= 1
+        if self.errors:
+            self.errors -= 1
             raise ConnectionError("gone for a while")
         self.puts.append((Path(rpath).name, text))
 
@@ -138,8 +134,8 @@ class Bucket(MemoryFileSystem):
 def copies(tmp_path, monkeypatch):
     """A function that makes a `store.Store` in a `Bucket`, and the bucket."""
 
-    def make(faults: int = 0) -> tuple[store.Store, Bucket]:
-        bucket = Bucket(faults)
+    def make(errors: int = 0) -> tuple[store.Store, Bucket]:
+        bucket = Bucket(errors)
         monkeypatch.setattr(store, "_connect", lambda url: (bucket, "/runs/one"))
         monkeypatch.setattr(store, "LAST_TRIES", (0.0, 0.0, 0.0))
         one = store.Store("bucket://runs", tmp_path)
@@ -149,11 +145,11 @@ def copies(tmp_path, monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("faults", [0, 1])
+@pytest.mark.parametrize("errors", [0, 1])
 def test_the_newest_version_arrives_and_nobody_waits_before_the_end(
-    copies, tmp_path, logged, faults
+    copies, tmp_path, logged, errors
 ):
-    one, bucket = copies(faults)
+    one, bucket = copies(errors)
     for text in ("old", "older", "new"):  # the first is on its way when the others come
         (tmp_path / "snapshot.pt").write_text(text)
         one.upload(tmp_path / "snapshot.pt")
@@ -161,21 +157,21 @@ def test_the_newest_version_arrives_and_nobody_waits_before_the_end(
     one.upload(tmp_path / "not there")
     bucket.gate.set()
     assert eventually(lambda: bucket.puts and bucket.puts[-1][1] == "new")
-    assert len(bucket.puts) == 2 - faults
+    assert len(bucket.puts) == 2 - errors
     one.close()
-    assert len(logged) == faults * 2, "once that it fails, once that it works again"
+    assert len(logged) == errors * 2, "once that it fails, once that it works again"
 
 
 def test_the_next_snapshot_is_the_retry_and_the_end_tries_more(copies, tmp_path, logged):
-    one, bucket = copies(faults=4)
+    one, bucket = copies(errors=4)
     bucket.gate.set()
     for name, left in (("best.pt", 3), ("snapshot.pt", 1)):
         (tmp_path / name).write_text(name)
         one.upload(tmp_path / name)
-        assert eventually(lambda left=left: bucket.faults == left)
+        assert eventually(lambda left=left: bucket.errors == left)
     one.close()
     assert {name for name, _ in bucket.puts} == {"best.pt", "snapshot.pt"}
-    assert not bucket.faults and len(logged) == 2
+    assert not bucket.errors and len(logged) == 2
 
 
 def test_the_end_does_not_wait_for_ever(copies, tmp_path, monkeypatch, logged):

@@ -24,7 +24,7 @@ def records(run: Path) -> list:
     """All records that wandb has written for a run: a LevelDB log of protocol buffers."""
     from wandb.proto import wandb_internal_pb2
 
-    found = []
+    result = []
     for file in sorted(run.glob("wandb/offline-run-*/run-*.wandb")):
         data, place, parts = file.read_bytes(), 7, b""
         while place + 7 <= len(data):
@@ -35,21 +35,21 @@ def records(run: Path) -> list:
             parts += data[place + 7 : place + 7 + size]
             place += 7 + size
             if kind in (1, 4):  # whole, or the last part
-                found.append(wandb_internal_pb2.Record.FromString(parts))
+                result.append(wandb_internal_pb2.Record.FromString(parts))
                 parts = b""
-    return found
+    return result
 
 
 def curves(run: Path) -> dict[str, list[tuple[float, float]]]:
     """tag -> [(epoch, value)] in the order in which they were logged."""
-    found: dict[str, list[tuple[float, float]]] = {}
+    result: dict[str, list[tuple[float, float]]] = {}
     for record in records(run):
         items = record.history.item
         row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
         for tag, value in row.items():
             if isinstance(value, float | int) and not tag.startswith(("epoch", "_", "Images/")):
-                found.setdefault(tag, []).append((row["epoch"], value))
-    return found
+                result.setdefault(tag, []).append((row["epoch"], value))
+    return result
 
 
 @needs_wandb

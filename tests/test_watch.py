@@ -128,18 +128,18 @@ def test_curves_summary_and_trace_of_two_processes(folder, tmp_path):
     place = ("--output-dir", tmp_path, "--name", "x")
     done = train("imagenet_ddp.py", folder, *options, *place, processes=2)
     assert "ERROR" not in done.err
-    points, found = scalars(tmp_path / "x"), summary(tmp_path / "x")
+    points, results = scalars(tmp_path / "x"), summary(tmp_path / "x")
     for part in ("data", "compute", "communication"):
         values = [value for _, value in points[f"Step/{part}_s"]]
-        assert (len(values), min(values) > 0, found[f"{part}_s"] > 0) == (6, True, True)
+        assert (len(values), min(values) > 0, results[f"{part}_s"] > 0) == (6, True, True)
         assert [x for x, _ in points[f"Time/{part}"]] == [1, 2]
     for part, images in (("train", 10), ("val", 21 / 3)):
         rates, seconds = points[f"Throughput/{part}"], points[f"Time/{part}"]
         for (_, rate), (_, step) in zip(rates, seconds, strict=True):
             assert rate * step == pytest.approx(images, rel=1e-3)
     assert [x for x, _ in points["CPU/utilisation_rank1"]] == [1, 2]
-    assert 0 < found["hardware"]["CPU/memory_gb_rank0"] < 8
-    assert 0 <= found["hardware"]["CPU/utilisation_rank1"] <= 100
+    assert 0 < results["hardware"]["CPU/memory_gb_rank0"] < 8
+    assert 0 <= results["hardware"]["CPU/utilisation_rank1"] <= 100
     (trace,) = (tmp_path / "x").glob("*.pt.trace.json")
     # Each epoch has six steps: the fifth and later of the run are in it, across the epochs' border.
     steps = set(re.findall(r'"ProfilerStep#(\d+)"', trace.read_text()))
