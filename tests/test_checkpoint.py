@@ -129,42 +129,44 @@ def prefixed(prefix):
     return {f"{prefix}{name}": value for name, value in trained().model.state_dict().items()}
 
 
-EMA = {"state_dict_ema": trained(seed=5).model.state_dict()}
+MEAN = trained(seed=5)
+EMA = {"state_dict_ema": MEAN.model.state_dict()}
+# Of torchvision; averaged weights are taken where there are no others.
+AVERAGED = {"model_ema": torch.optim.swa_utils.AveragedModel(MEAN.model).state_dict()}
+OTHER = {"optimizer": trained().optimizer.state_dict()}
 FORMATS = {
-    "pytorch/examples": {"epoch": 5, "arch": "tiny", "state_dict": prefixed("module.")}
+    "pytorch/examples": {"epoch": 5, "arch": "tiny", "state_dict": prefixed("module."), **OTHER}
     | {"scheduler": {"x": 30}, "best_acc1": torch.tensor(61.5)},
-    "Apex": {"model": prefixed("module."), "amp": {"loss_scaler0": {"loss_scale": 4096.0}}},
-    "torchvision": {"model": prefixed(""), "epoch": 4, "lr_scheduler": {}}
+    "Apex": {
+        "model": prefixed("module."),
+        "amp": {"loss_scaler0": {"loss_scale": 4096.0}},
+        **OTHER,
+    },
+    "torchvision": {"model": prefixed(""), "epoch": 4, "lr_scheduler": {}, **OTHER}
     | {"args": Namespace(lr=0.5), "scaler": {"scale": 256.0, "_growth_tracker": 9}},
     "timm": {"state_dict": prefixed("module._orig_mod."), "arch": "tiny", "epoch": 4, "version": 2}
-    | {"amp_scaler": {"scale": 256.0, "_growth_tracker": 9}, "metric": 61.5, **EMA},
+    | {"amp_scaler": {"scale": 256.0, "_growth_tracker": 9}, "metric": 61.5, **EMA, **OTHER},
+    "plain weights": prefixed(""),
+    "weights and an epoch": {"state_dict": prefixed(""), "epoch": 7},
+    "averaged weights": AVERAGED,
+}
+NOTES = {
+    "timm": ["state_dict_ema: the plain weights in it are used"],
+    "averaged weights": ["model_ema: there are no others in it"],
 }
 
 
 @pytest.mark.parametrize("program", FORMATS)
 def test_of_files_of_other_programs_the_weights_are_loaded(tmp_path, logged, program):
-    old, new = trained(), build(lr=0.025)
-    state, is_ours = resumed(tmp_path, FORMATS[program] | {"optimizer": old.optimizer.state_dict()})
+    new = build(lr=0.025)
+    state, is_ours = resumed(tmp_path, FORMATS[program])
     assert not is_ours
-    assert same_weights(state, old)
+    assert same_weights(state, MEAN if program == "averaged weights" else trained())
     assert not any(moment.any() for moment in momentum(state))
     assert (state.epoch, state.step, state.best) == (0, 0, {})
     assert state.scaler.state_dict() == new.scaler.state_dict()
-    assert len(logged) == 1 + (program == "timm")
-    assert "only its weights are loaded, and training begins at epoch 0" in logged[-1]
-    assert program != "timm" or "state_dict_ema: the plain weights in it are used" in logged[0]
-
-
-def test_weights_alone_are_a_start(tmp_path, logged):
-    plain = trained().model.state_dict()
-    for content in (plain, {"state_dict": plain, "epoch": 7}):
-        state, is_ours = resumed(tmp_path, content)
-        assert same_weights(state, trained())
-        assert (state.epoch, is_ours) == (0, False)
-    mean = trained(seed=5)  # averaged weights are taken where there are no others
-    averaged = torch.optim.swa_utils.AveragedModel(mean.model).state_dict()  # as torchvision's
-    assert same_weights(resumed(tmp_path, {"model_ema": averaged})[0], mean)
-    assert "model_ema: there are no others in it" in logged[-2]
+    notes = [*NOTES.get(program, []), "only its weights are loaded, and training begins at epoch 0"]
+    assert all(words in line for words, line in zip(notes, logged, strict=True))
 
 
 # ---- files that do not fit, are damaged, or are malicious

@@ -1,6 +1,5 @@
 """Evaluation counts every image once; odd images are taken, unreadable ones are named."""
 
-import math
 import random
 from itertools import pairwise
 
@@ -13,7 +12,7 @@ from PIL import Image
 from test_images import ODD
 from torchvision.models import get_model
 
-from utils.metrics import UNREADABLE, Sums, to_metrics
+from utils.metrics import UNREADABLE, Sums
 from utils.world import World
 
 MANY = 503  # a prime: no number of processes or batch size divides it
@@ -109,10 +108,3 @@ def test_sums_of_batches_are_those_of_all_images(classes):
     loss, *counts = sums.total(World(torch.device("cpu")))
     assert loss == pytest.approx(expected[0], rel=1e-6)
     assert counts == [2**24 + count for count in expected[1:]]
-
-
-def test_metrics_are_means_and_percentages_and_of_no_image_nan():
-    assert to_metrics([30.0, 5.0, 15.0, 20.0]) == (1.5, 25.0, 75.0, 20)
-    *means, images = to_metrics([0.0] * 4)
-    assert images == 0
-    assert all(math.isnan(value) for value in means)

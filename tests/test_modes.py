@@ -78,12 +78,8 @@ def test_a_step_is_the_same_in_all_modes_and_however_its_batch_is_divided(runs, 
         near = [(x, pytest.approx(y, rel=tolerance, abs=0)) for x, y in theirs[tag]]
         assert sorted(ours[tag]) == near, tag  # two files of one second may be read in any order
     assert_same_weights(runs / way, runs / whole, tolerance)
-    results, images = summary(runs / way), 40 if whole == "few" else 10
-    assert (results["global_batch"], results["world_size"], results["nodes"]) == (
-        images,
-        processes,
-        1,
-    )
+    facts, images = summary(runs / way), 40 if whole == "few" else 10
+    assert (facts["global_batch"], facts["world_size"], facts["nodes"]) == (images, processes, 1)
     if whole == "few":  # all images are one step, also for the learning rate
         assert theirs["Lr"][-1][1] == pytest.approx(0.05 * 40 / 256)
     log = (runs / way / "train.log").read_text()
