@@ -22,7 +22,8 @@ with torch.no_grad():
     logits = model(torch.stack(images))
 targets = torch.tensor(targets)
 top1 = 100 * (logits.argmax(1) == targets).double().mean().item()
-print(json.dumps({"top1": top1, "loss": cross_entropy(logits, targets).item()}))
+loss = cross_entropy(logits, targets).item()
+print(json.dumps({"top1": top1, "loss": loss, "images": len(data)}))
 """
 # One of each family, with a size that it takes and that is not its own.
 FAMILIES = {
@@ -46,11 +47,14 @@ def data(tmp_path_factory) -> Path:
     return draw_folder(tmp_path_factory.mktemp("images") / "data", train=4, val=3)
 
 
-def readme_lines(best: Path) -> str:
-    """The lines of README.md that load a best model, for this file."""
+def evaluated(best: Path, images: Path) -> dict[str, float]:
+    """Loss and top-1 by the lines of README.md that load a best model, without this repository."""
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert "runs/NAME/best.pt" in code
-    return code.replace("runs/NAME/best.pt", str(best))
+    code = "import json, sys\n" + code.replace("runs/NAME/best.pt", str(best)) + EVALUATE
+    words = [sys.executable, "-I", "-c", code, images]
+    how = {"env": environment(), "cwd": best.parent, "capture_output": True}
+    return json.loads(subprocess.run(words, check=True, **how).stdout)
 
 
 @pytest.mark.parametrize("arch", FAMILY_NAMES)
@@ -59,12 +63,9 @@ def test_the_lines_in_the_readme_give_the_accuracy_that_the_run_printed(data, tm
     line = ("-a", arch, *size, "-b", 4, "-j", 0, "--epochs", 1, "--lr", 1e-3)
     done = python("imagenet_nd.py", *line, "--output-dir", tmp_path, "--name", "run", data)
     assert done.code == 0, done.err
-    code = "import json, sys\n" + readme_lines(tmp_path / "run/best.pt") + EVALUATE
-    words = [sys.executable, "-I", "-c", code, data / "val"]
-    plain = subprocess.run(words, env=environment(), cwd=tmp_path, capture_output=True, check=True)
-    plain_results, run = json.loads(plain.stdout), summary(tmp_path / "run")
-    assert plain_results["top1"] == pytest.approx(run["best_top1"], abs=1e-6)
-    assert plain_results["loss"] == pytest.approx(run["best_loss"], rel=0.02)
+    plain, run = evaluated(tmp_path / "run/best.pt", data / "val"), summary(tmp_path / "run")
+    assert plain["top1"] == pytest.approx(run["best_top1"], abs=1e-6)
+    assert plain["loss"] == pytest.approx(run["best_loss"], rel=0.02)
 
 
 @pytest.mark.parametrize("arch", ["googlenet", "inception_v3", "maxvit_t", "vit_b_32"])

@@ -5,13 +5,14 @@ import math
 import re
 import shutil
 import socket
-import subprocess
-import sys
 import time
 from types import SimpleNamespace
 
 import pytest
 from conftest import draw_folder, python, scalars, summary, train
+from running import snapshot
+from test_best_model import evaluated
+from torchvision.models import get_model
 
 TAGS = {
     *("Loss/train", "Loss/val", "Top1/train", "Top1/val", "Top5/train", "Top5/val"),
@@ -20,37 +21,6 @@ TAGS = {
 GROUPS = ("IO/", "CPU/", "Memory/", "Amp/", "Step/")
 GROUPS += ("Time/data", "Time/compute", "Time/communication", "Loss/test", "Top1/test", "Top5/test")
 OPTIONS = ("-b", "5", "--epochs", "3", "--lr", "0.1", "--seed", "2", "-p", "4")
-
-# What somebody without this repository would write: plain torchvision, in its own process.
-PLAIN_EVALUATION = """
-import json, pathlib, sys
-import torch, torchvision
-from torch.nn.functional import cross_entropy
-from torchvision import transforms as T
-
-run, root = map(pathlib.Path, sys.argv[1:])
-best = torch.load(run / "best.pt", weights_only=True)
-model = torchvision.models.get_model(best["arch"], num_classes=len(best["classes"]))
-model.load_state_dict(torch.load(run / "snapshot.pt", weights_only=True)["model"])
-model.load_state_dict(best["state_dict"])
-model.eval()
-norm = T.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-view = T.Compose([T.Resize(round(32 * 256 / 224)), T.CenterCrop(32), T.ToTensor(), norm])
-values = {key: best[key] for key in ("epoch", "top1", "top5")}
-for part in ("val", "test"):
-    data = torchvision.datasets.ImageFolder(root / part, view)
-    assert data.classes == best["classes"]
-    images, targets = zip(*data)
-    with torch.no_grad():
-        logits = model(torch.stack(images))
-    targets = torch.tensor(targets)
-    values[part] = {
-        "images": len(data),
-        "top1": 100 * (logits.argmax(1) == targets).double().mean().item(),
-        "loss": cross_entropy(logits, targets).item(),
-    }
-print(json.dumps(values))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -132,21 +102,21 @@ def test_log_keeps_every_line_of_the_console(ran):
     assert left == [True, True, False]
 
 
-def test_the_best_model_is_plain_torchvision_and_as_good_as_the_summary_says(ran, tmp_path):
+def test_the_best_model_is_plain_torchvision_and_as_good_as_the_summary_says(ran):
     """On val/, and on test/, which is evaluated once, at the end."""
-    line = [sys.executable, "-I", "-c", PLAIN_EVALUATION, ran.folder, ran.data]
-    plain = json.loads(subprocess.run(line, cwd=tmp_path, capture_output=True, check=True).stdout)
-    results = ran.summary
+    results, best = ran.summary, snapshot(ran.folder, "best.pt")
+    get_model("resnet18", num_classes=3).load_state_dict(snapshot(ran.folder)["model"])
     for key in ("epoch", "top1", "top5"):
-        assert plain[key] == pytest.approx(results[f"best_{key}"])
+        assert best[key] == results[f"best_{key}"]
     best_loss = dict(ran.curves["Loss/val"])[results["best_epoch"]]
     for part, images, top1, loss in (
         ("val", 21, results["best_top1"], best_loss),
         ("test", 15, results["test_top1"], results["test_loss"]),
     ):
-        assert results[f"{part}_images"] == plain[part]["images"] == images
-        assert plain[part]["top1"] == pytest.approx(top1, abs=1e-6)
-        assert plain[part]["loss"] == pytest.approx(loss, rel=0.01)
+        plain = evaluated(ran.folder / "best.pt", ran.data / part)
+        assert results[f"{part}_images"] == plain["images"] == images
+        assert plain["top1"] == pytest.approx(top1, abs=1e-6)
+        assert plain["loss"] == pytest.approx(loss, rel=0.01)
     for name in ("Top1", "Top5", "Loss"):
         assert ran.curves[f"{name}/test"] == [(3, pytest.approx(results[f"test_{name.lower()}"]))]
     lines = ran.out.splitlines()

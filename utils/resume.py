@@ -114,7 +114,7 @@ def _check(content: dict[str, Any], args: Any, path: Any, classes: list[str]) ->
     if "epochs" in changed and (saved.get("lr_schedule") in TO_THE_END or saved.get("progressive")):
         fixed.append("epochs")
     if fixed:
-        options = " ".join(as_typed(key, saved[key]) for key in fixed)
+        options = " ".join(as_option(key, saved[key]) for key in fixed)
         raise UserError(
             f"{path} was made with {options}: use these options, or begin a new schedule from its "
             "weights with --start-epoch 0",
@@ -129,7 +129,7 @@ def changed_options(saved: dict[str, Any], args: Any) -> list[str]:
     return [key for key in saved if key in now and key not in free and saved[key] != now[key]]
 
 
-def as_typed(key: str, value: Any) -> str:
+def as_option(key: str, value: Any) -> str:
     """An option with its value, as on a command line."""
     return f"--{key.replace('_', '-')} {value}"
 

@@ -8,7 +8,7 @@ import os
 import sys
 from typing import Any
 
-from utils.resume import as_typed, changed_options
+from utils.resume import as_option, changed_options
 from utils.snapshots import TrainState
 
 
@@ -29,7 +29,7 @@ def describe(state: TrainState, args: Any, content: dict[str, Any]) -> list[str]
     if batch != now:
         changes.append(f"the global batch is {now} (was {batch})")
     for key in changed_options(saved, args):
-        changes.append(f"{as_typed(key, vars(args)[key])} (was {saved[key]})")
+        changes.append(f"{as_option(key, vars(args)[key])} (was {saved[key]})")
     if changes:
         notes.append(f"changed since the snapshot: {', '.join(changes)}")
     return notes
