@@ -1,7 +1,6 @@
 """Continue from a checkpoint: load its weights, then all other parts of a snapshot."""
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ def load(
     is of another model, other classes or another schedule, and for a part that does not fit.
     """
     notes = []
-    with _of_another_program(path):
+    try:
         _check(content, args, path, classes)
         if "preprocessing" in content:  # as in snapshot.pt and best.pt
             weights = content.get("model", content.get("state_dict"))
@@ -76,17 +75,8 @@ def load(
                 ) from error
         state.resumed = True
         return notes + addons.describe_changes(state, args, content)
-
-
-@contextlib.contextmanager
-def _of_another_program(path: Any) -> Iterator[None]:
-    """Turn errors in reading a checkpoint's content into a `UserError`.
-
-    The file's checksums are right, so another program wrote this content.
-    """
-    try:
-        yield
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        # The file's checksums are right, so another program wrote this content.
         raise UserError(
             f"{path} does not fit this program ({error!r:.200}): resume from another file, or "
             "begin anew with another --name",

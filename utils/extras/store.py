@@ -140,18 +140,16 @@ class Store:
         """
         needed = resume == "auto" and not (self.folder / SNAPSHOT).exists()
         names: set[str] = set()
+        bucket = ""  # one that does not exist
         try:
             self.system, self.place = _connect(self.url)
-            names = _names(self.system, self.place)
-            bucket = self.place.partition("/")[0]  # none of a folder, which begins with "/"
-            if bucket and not names and not self.system.exists(bucket):
-                raise UserError(f"there is no bucket {bucket} for --store {self.url}")
+            names, first = _names(self.system, self.place), self.place.partition("/")[0]
+            # A folder's path begins with "/".
+            bucket = first if first and not names and not self.system.exists(first) else ""
             for name in (BEST, SNAPSHOT) if needed and SNAPSHOT in names else ():
                 if name in names:
                     _download(self.system, f"{self.place}/{name}", self.folder / name)
                     log.info(f"fetched {self.url}/{name}")
-        except UserError:
-            raise
         except Exception as error:
             if needed:
                 raise UserError(
@@ -159,6 +157,8 @@ class Store:
                     f"({error!r:.200}): leave out --resume to begin anew"
                 ) from error
             self._warn(error)
+        if bucket:
+            raise UserError(f"there is no bucket {bucket} for --store {self.url}")
         if names and not resume:
             raise UserError(
                 f"{self.url} holds a run already: continue it with --resume auto, or choose "
@@ -196,23 +196,22 @@ class Store:
             self.sending = {path}
             self.waiting.discard(path)  # a newer version may come meanwhile
             try:
-                self._send(path)
-            except Exception as error:  # whatever it is: training continues
+                if self.system is None:
+                    self.system, self.place = _connect(self.url)
+                # fsspec's own copy of a local file is visible before it is whole.
+                if isinstance(self.system, LocalFileSystem):
+                    Path(self.place).mkdir(parents=True, exist_ok=True)
+                    link_atomically(path, Path(self.place, path.name))
+                else:
+                    self.system.put_file(str(path), f"{self.place}/{path.name}")
+            except Exception as error:  # of any kind: training continues
                 self._warn(error)
                 self.waiting.add(path)
+            else:
+                if self.fails:
+                    log.info(f"the store {self.url} works again")
+                self.fails = False
             self.sending = set()
-
-    def _send(self, path: Path) -> None:
-        if self.system is None:
-            self.system, self.place = _connect(self.url)
-        if isinstance(self.system, LocalFileSystem):  # its own copy is visible before it is whole
-            Path(self.place).mkdir(parents=True, exist_ok=True)
-            link_atomically(path, Path(self.place, path.name))
-        else:
-            self.system.put_file(str(path), f"{self.place}/{path.name}")
-        if self.fails:
-            log.info(f"the store {self.url} works again")
-        self.fails = False
 
     def _warn(self, error: Exception) -> None:
         if not self.fails:
