@@ -12,7 +12,7 @@ from utils import addons, optim, report, snapshots
 from utils.atomic import read_checkpoint
 from utils.errors import UserError
 from utils.loaders import Batches, MicroBatch
-from utils.metrics import UNREADABLE, Sums, to_metrics
+from utils.metrics import UNREADABLE, Sums, means
 from utils.session import Predict, Session, Training, TrainStep
 from utils.snapshots import BEST, SNAPSHOT, TrainState
 from utils.stopping import Reason
@@ -155,17 +155,17 @@ class Meter:
         if not (is_due or (self.is_first and step == self.first + 1)):
             return
         sums, before = self._total(), state.printed or [0.0] * 4
-        metrics = to_metrics([b - a for a, b in zip(before, sums, strict=True)])
+        since = means([b - a for a, b in zip(before, sums, strict=True)], "train").values()
+        values = dict(zip(("loss", "top-1", "top-5"), since, strict=True))
         now = (time.perf_counter(), step, session.train.waited)
         seconds, done, waited = (b - a for a, b in zip(self.last, now, strict=True))
         rate = done * session.global_batch / seconds
         if is_due:
             self.last, state.printed, parts = now, sums, watch.recent()
-            curves = {"Step/loss": metrics.loss, "Step/throughput": rate}
+            curves = {"Step/loss": values["loss"], "Step/throughput": rate}
             curves |= {f"Step/{part}_s": parts[part] for part in report.PARTS if part in parts}
             session.run.scalars(curves, round(1000 * (state.epoch + step / self.steps)))
             session.show_status("training", steps=self.steps, images_per_s=rate, parts=parts)
-        values = {"loss": metrics.loss, "top-1": metrics.top1, "top-5": metrics.top5}
         values |= {"images/s": rate, "s/step": seconds / done, "waiting %": 100 * waited / seconds}
         text = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
         if self.bar.disable:
@@ -188,7 +188,7 @@ class Meter:
         if session.stop.reason:
             return None
         record = {
-            **to_metrics(state.sums).tags("train"),
+            **means(state.sums, "train"),
             "Throughput/train": done * session.global_batch / seconds if done else math.nan,
             "Time/train": seconds / done if done else math.nan,
             "Lr": learning_rate_at(session, state.epoch + (self.steps - 1) / self.steps),
@@ -264,11 +264,12 @@ def measure(session: Session, predict: Predict, batches: Batches) -> dict[str, f
         if stop and stop.poll():
             break
     reshard(model)
-    metrics, seconds = to_metrics(sums.total(world)), time.perf_counter() - began
+    total, seconds = sums.total(world), time.perf_counter() - began
+    count = int(total[3])
     bar.close()
     bad.share(world)
     error = bad.error() if bad.too_many else None
-    if not (error or metrics.images or (stop and stop.reason)):
+    if not (error or count or (stop and stop.reason)):
         error = UserError(
             f"none of the {len(bad.source)} images in {bad.source.root} could be read, the last "
             f"one {bad.source.path(max(bad.seen))}: check the disk and the copy of the data set",
@@ -280,16 +281,16 @@ def measure(session: Session, predict: Predict, batches: Batches) -> dict[str, f
         stop.ask(Reason.BAD_FILES, error)
     if stop and stop.reason:
         return None
-    if unreadable := sampler.images - metrics.images:
+    if unreadable := sampler.images - count:
         log.warning(
             f"{unreadable} of {sampler.images} images in {bad.source.root} could not be read; the "
             "accuracy is that of the others"
         )
     return {
-        **metrics.tags("val"),
+        **means(total, "val"),
         "Throughput/val": sampler.images / seconds,
         "Time/val": seconds / sampler.rounds,
-        "images": float(metrics.images),
+        "images": float(count),
         "unreadable": float(unreadable),
     }
 

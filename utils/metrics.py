@@ -1,7 +1,6 @@
 """Loss and accuracy as sums and counts that stay on the device until they are printed."""
 
 import math
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -10,19 +9,6 @@ from torch import Tensor
 from utils.world import World
 
 UNREADABLE = -1  # target of an image that could not be read; it counts nowhere
-
-
-class Metrics(NamedTuple):
-    """Mean loss, top-1 and top-5 accuracy in per cent, over ``images`` images."""
-
-    loss: float
-    top1: float
-    top5: float
-    images: int
-
-    def tags(self, part: str) -> dict[str, float]:
-        """The means under their TensorBoard tags."""
-        return {f"Loss/{part}": self.loss, f"Top1/{part}": self.top1, f"Top5/{part}": self.top5}
 
 
 class Sums:
@@ -54,8 +40,13 @@ class Sums:
         return values.tolist()
 
 
-def to_metrics(total: list[float]) -> Metrics:
-    """Turn the sums of `Sums.total` into means; NaN where there was no image."""
+def means(total: list[float], part: str) -> dict[str, float]:
+    """Mean loss, top-1 and top-5 accuracy in per cent, by their TensorBoard tags.
+
+    ``total`` are the sums of `Sums.total`; ``part`` is the end of the tags, as "train". NaN where
+    there was no image.
+    """
     loss, top1, top5, images = total
     count = images or math.nan
-    return Metrics(loss / count, 100.0 * top1 / count, 100.0 * top5 / count, int(images))
+    top1, top5 = 100.0 * top1 / count, 100.0 * top5 / count
+    return {f"Loss/{part}": loss / count, f"Top1/{part}": top1, f"Top5/{part}": top5}

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from utils import amp, epoch, loop, models, optim, options
 from utils.errors import UserError
 from utils.loaders import build_loaders
-from utils.metrics import Sums, to_metrics
+from utils.metrics import Sums, means
 from utils.option_types import non_negative, positive
 from utils.run_directory import Run
 from utils.session import Session
@@ -194,7 +194,7 @@ def train(args: Namespace, world: World) -> int:
             )  # a late peer skips some
             done = (swarm.local_epoch - first) * args.target_batch
             trained = {
-                **to_metrics(sums.total(world)).tags("train"),  # on this peer's images
+                **means(sums.total(world), "train"),  # on this peer's images
                 "Throughput/train": done / (time.monotonic() - began),  # of all peers
                 "Lr": optimizer.param_groups[0]["lr"],
                 **epoch.loss_scale(state),
