@@ -211,7 +211,7 @@ def test_a_damaged_snapshot_gives_way_to_the_one_before(run, damage):
     assert epoch_of(folder / PREVIOUS) == epoch_of(folder / SNAPSHOT) == 1
     if damage == flip_a_weight:
         assert f"continuing from the snapshot before it, {folder / PREVIOUS}" in done.out
-        with pytest.raises(UserError, match="damaged"):
+        with pytest.raises(UserError, match="it is damaged"):
             read_checkpoint(folder / "snapshot_damaged.pt")
     for name in (SNAPSHOT, PREVIOUS):
         os.truncate(folder / name, 100)
