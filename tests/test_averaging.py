@@ -15,7 +15,6 @@ from test_checkpoint import ARGS, CLASSES, OPTIONS, WORLD, build, resume, save_b
 from torch import nn
 
 from utils import epoch, loop
-from utils.addons import add_average
 from utils.atomic import read_checkpoint
 from utils.errors import UserError
 from utils.extras.ema import Average
@@ -66,10 +65,10 @@ def averaged(seed=0):
 
 def test_averages_of_a_snapshot_are_restored_if_they_fit(tmp_path):
     """Without any in it, they begin from its weights."""
-    path, old, new = tmp_path / "snapshot.pt", averaged(), averaged(seed=2)
+    path, old, new = tmp_path / "snapshot.pt", averaged(), build(seed=2)
+    new.global_batch = 32
     save_snapshot(build(seed=1), tmp_path, OPTIONS)
-    resume(new, ARGS, path)
-    add_average(new, Namespace(ema=0.9, evaluate=False))
+    resume(new, Namespace(**vars(ARGS) | {"ema": 0.9}), path)
     ema = new.parts["ema"]
     assert ema.steps == 0
     assert same(ema.averages, {n: new.model.state_dict()[n] for n in ema.averages})
