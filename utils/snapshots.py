@@ -298,7 +298,7 @@ class TrainState:
         self.clock = now
 
     def begin_epoch(self) -> None:
-        """An epoch begins now, or goes on after a resume."""
+        """An epoch begins now, or continues after a resume."""
         self.tick()
         self.epoch_began = self.elapsed
 
