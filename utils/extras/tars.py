@@ -24,6 +24,7 @@ import os
 import posixpath
 import re
 import shlex
+import struct
 import sys
 import tarfile
 from collections.abc import Iterable, Iterator
@@ -47,6 +48,7 @@ COMPRESSED = {".gz": "gunzip", ".tgz": "gunzip", ".bz2": "bunzip2", ".xz": "unxz
 MAGIC = {b"\x1f\x8b": ".gz", b"BZ": ".bz2", b"\xfd7": ".xz", b"(\xb5": ".zst"}
 LARGEST_HEADER = 1 << 20  # bytes of a long name or of a label; a path has at most 4096
 LINKS = 40  # from link to link, at most, as in Linux
+HEADER = struct.Struct("100s24x12s12x8s1s188x155s12x")  # name, size, checksum, type, prefix
 RECORD = np.dtype([("file", "<u2"), ("place", "<i8"), ("bytes", "<i8")])  # of each image
 NOWHERE = -1  # the place of a link that leads out of its tar file
 KEPT = "/"  # the name of the kept index, which no class can have
@@ -394,10 +396,16 @@ class _Tar:
                 if place + BLOCK > self.end:
                     raise EOFError
                 file.seek(place)
-                try:
-                    member = tarfile.TarInfo.fromtarfile(tar)
-                except tarfile.EOFHeaderError:
-                    return
+                member = _plain_file(file.read(BLOCK))
+                if member and not tar.pax_headers:  # which may say otherwise
+                    member.offset_data = place + BLOCK
+                    tar.offset = place + BLOCK - (-member.size // BLOCK) * BLOCK
+                else:
+                    file.seek(place)
+                    try:
+                        member = tarfile.TarInfo.fromtarfile(tar)
+                    except tarfile.EOFHeaderError:
+                        return
                 if member.size < 0 or tar.offset <= place:
                     raise ValueError
                 place = tar.offset
@@ -415,6 +423,20 @@ class _Tar:
             if not self.prefix and (suffix := MAGIC.get(os.pread(file.fileno(), 2, 0))):
                 raise _compressed(self.path, suffix) from None
             raise _error(f"{where} is not a tar file") from None
+
+
+def _plain_file(header: bytes) -> tarfile.TarInfo | None:
+    """A regular file, if ``header`` is all about it. tarfile, which reads any, takes longer."""
+    name, size, checksum, kind, prefix = HEADER.unpack(header)
+    try:
+        expected = int(checksum.rstrip(b"\0 "), 8)  # with blanks in place of the checksum
+        if kind != b"0" or prefix.strip(b"\0") or sum(header) - sum(checksum) + 256 != expected:
+            return None
+        member = tarfile.TarInfo(name.partition(b"\0")[0].decode("utf-8", "surrogateescape"))
+        member.size = int(size.rstrip(b"\0 "), 8)
+        return member
+    except ValueError:
+        return None
 
 
 def _normalised(name: bytes) -> bytes:
