@@ -238,7 +238,7 @@ def test_a_lost_node_is_taken_in_again_unless_it_is_broken(start, tmp_path, back
     again = ["lost the connection to b; will keep trying", alone, "b is back"]
     again += ["stopping with a snapshot, to continue with b"]
     again += ["training begins again on 2 of 2 nodes: a, b"]
-    again += ["going on without b (the reason is above)", alone] if back == "broken" else []
+    again += ["continuing without b (the reason is above)", alone] if back == "broken" else []
     lines = [line.removeprefix("launcher: ") for line in said.splitlines()]
     assert [line for line in lines if line in again] == again
 

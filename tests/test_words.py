@@ -40,7 +40,7 @@ PHRASES = {
     r"arms?": "study run",
     r"untyped": "defaulted",
     r"played": "simulated",
-    r"go(?:es)? on": "continues",
+    r"go(?:es|ing)? on": "continues",
 }
 # Names that say nothing: name the thing.
 NAMES = {"found", "wanted", "told", "mended", "alike", "arm", "arms", "untyped", "played", "room"}

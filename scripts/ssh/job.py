@@ -369,7 +369,7 @@ class Job:
             for node in new:
                 node.failed, node.next_call = True, math.inf
             names = ", ".join(node.host.name for node in new)
-            note(f"going on without {names} (the reason is above)")
+            note(f"continuing without {names} (the reason is above)")
         elif lost or joining:
             for node in nodes:
                 node.trusted = not node.failed  # a lost node may come back as another machine
