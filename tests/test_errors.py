@@ -12,7 +12,8 @@ import torch
 from conftest import ROOT, SMALL, STAND_IN, Result, draw_folder, python, shell, summary
 from running import TINY_LINE, TORCHRUN, alone, tiny
 
-from utils.errors import UserError, for_user
+from utils.errors import UserError
+from utils.extras.known_errors import explain
 from utils.launch import free_port
 
 TINY = (*SMALL, "-b", "5", "-j", "0", "--epochs", "2")
@@ -151,9 +152,9 @@ def test_shortages_that_torch_reports():
         ("CUDA out of memory. Tried to allocate 3.06 GiB. GPU 0", "the GPU is out of memory"),
         ("DataLoader worker (pid(s) 7, 8) exited unexpectedly", "worker 7, 8 exited"),
     ):
-        assert words in str(for_user(RuntimeError(text)))
-    assert "ulimit -n" in str(for_user(OSError(errno.EMFILE, "Too many open files")))
-    assert for_user(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
+        assert words in str(explain(RuntimeError(text)))
+    assert "ulimit -n" in str(explain(OSError(errno.EMFILE, "Too many open files")))
+    assert explain(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
 
 
 # ---- losses that are no numbers
@@ -269,7 +270,8 @@ def test_without_its_packages_a_command_is_one_error_message(line, package, tmp_
     ("limit", "words"),
     [
         ("ulimit -f 0", ("no folder for temporary files", "ulimit -f")),
-        ("ulimit -v 1000000", ("too little memory", "ulimit -v")),
+        ("ulimit -v 3000000", ("too little memory", "ulimit -v")),
+        ("ulimit -n 18", ("too many open files", "ulimit -n")),
         ("export IMAGENET_LAUNCHER=abc", ("IMAGENET_LAUNCHER=abc", "unset it")),
     ],
 )

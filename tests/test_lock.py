@@ -102,7 +102,7 @@ def test_without_locks_in_the_file_system_one_line_warns(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "none")))
     one = run_lock.Lock(tmp_path)
     assert one.poll()
-    assert "has no locks" in one.warning
+    assert "has no locks" in one.note
     one.release()
     monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(errno.EIO, "disk")))
     with pytest.raises(OSError, match="disk"):

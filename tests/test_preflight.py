@@ -50,12 +50,12 @@ def test_nodes_that_agree_meet_and_leave_the_port(line, port):
 
 def test_missing_nodes_are_counted_and_named_on_every_node(line, port):
     results = shell(line(0, nodes=3, wait=3), line(2, nodes=3))
-    assert re.search(r"node 2 \(.*\) is here", results[0].out)
+    assert re.search(r"\(node 2\) has joined from ", results[0].out)
     for result in results:
         result.fails_with(f"node 1 of 3 did not connect to {HERE}:{port} within 3 s")
         assert re.search(rf"waiting at {HERE}:{port} for node 1 of 3 \(\d", result.out)
     (result,) = shell(line(1, wait=3))
-    assert f"waiting for node 0 at {HERE}:{port}: connection refused (1 s" in result.out
+    assert f"waiting for the master {HERE}:{port}: connection refused (1 s" in result.out
     assert f"note: {HERE} is this machine" in result.out
     result.fails_with(f"{HERE}:{port} cannot be reached after 3 s (connection refused)")
 
@@ -63,7 +63,7 @@ def test_missing_nodes_are_counted_and_named_on_every_node(line, port):
 @pytest.mark.parametrize(
     ("nodes", "words"),
     [
-        ([(0, {}), (1, {"nodes": 3})], ("--world-size", "is 2 on", "but 3 on", "same")),
+        ([(0, {}), (1, {"nodes": 3})], ("--world-size", ": 2 on", ", 3 on", "same")),
         ([(0, {}), (1, {"processes": 2})], ("processes per node differs", "1 on", "2 on")),
         ([(r, {"nodes": 3}) for r in (0, 1, 1)], ("two nodes have rank 1 (--rank", "its own")),
         ([(0, {}), (0, {})], ("two nodes have rank 0", "its own")),
@@ -106,9 +106,10 @@ def test_strangers_at_the_port_are_ignored(line, port):
 
 def test_a_stranger_who_poses_as_a_node_cannot_keep_the_others_waiting(line, port):
     """Nor do its words reach the terminal as they are."""
-    facts = {"rank": 1, "nodes": 2, "host": "a\x1b[2J\nb", "ports": [1, 2]}
-    facts |= {preflight.PROCESSES: 1, "this code": preflight.code()}
-    facts |= {"greeting": preflight.GREETING, "torch": preflight.release(torch.__version__)}
+    facts = {"rank": 1, "nodes": 2, "ports": [1, 2], "greeting": preflight.GREETING}
+    facts |= {"host": "a\x1b[2J\nb", "name": "a\x1b[2J (node 1)"}
+    agree = {"this code": preflight.code(), "torch": preflight.release(torch.__version__)}
+    facts["agree"] = {preflight.PROCESSES: 1} | agree
     with begun(line(0)) as first:
         first.until("waiting at")
         with socket.create_connection((HERE, port)) as stranger:
@@ -130,12 +131,12 @@ def test_a_stranger_who_poses_as_a_node_cannot_keep_the_others_waiting(line, por
 )
 def test_a_node_that_leaves_is_waited_for_and_the_end_of_node_0_ends_all(line, signum, code, words):
     with begun(line(0, nodes=4)) as first, begun(line(2, nodes=4)) as stays:
-        first.until("node 2 .* is here")
+        first.until("node 2. has joined")
         with begun(line(1, nodes=4)) as leaves:
-            first.until("node 1 .* is here")
+            first.until("node 1. has joined")
             leaves.send(signal.SIGINT)
             assert leaves.result().code == 130
-        first.until("node 1 .* has left")
+        first.until("node 1. has left")
         first.until("for nodes 1, 3 of 4")
         first.send(signum)
         assert first.result().code == code
@@ -172,7 +173,7 @@ subprocess.run([sys.executable, *sys.argv[1:]])
 
 def test_the_check_ends_with_the_wrapper_that_has_started_it(line):
     with Running("-c", WRAPPER, *line(1, wait=600).split()[1:]) as wrapper:
-        wrapper.until("waiting for node 0")
+        wrapper.until("waiting for the master")
         wrapper.meet_family()
         wrapper.send(signal.SIGKILL)
         assert eventually(lambda: not any(one.lives() for one in wrapper.family))
@@ -207,7 +208,7 @@ def test_a_master_that_starts_late_is_waited_for(port, monkeypatch, capsys):
     assert preflight.rendezvous(f"{HERE}:{port}") == f"{HERE} false"
     assert servers, "it was not waited for"
     said = capsys.readouterr().err
-    assert f"waiting for {HERE}:{port}: connection refused (1 s, at most 300)" in said
+    assert f"waiting for the master {HERE}:{port}: connection refused (1 s, at most 300)" in said
     late.join()
     monkeypatch.undo()
     with servers[0], pytest.raises(UserError, match=f"port {port} of .* MASTER_PORT"):

@@ -22,7 +22,7 @@ TRACKERS = {"wandb": "tracker"}  # of --tracker: the extra with its functions ch
 def extra(name: str) -> Any:
     """The module utils/extras/``name``.py, for an option that needs it.
 
-    Raises: ModuleNotFoundError, which `utils.errors` reports with the name of the file.
+    Raises: ModuleNotFoundError, which `known_error` reports with the name of the file.
     """
     return import_module(f"utils.extras.{name}")
 
@@ -49,6 +49,8 @@ def always_on(name: str, function: str, empty: type = NoneType) -> Callable[...,
 
 preflight = partial(extra_if_there, "preflight")  # its functions: where processes start and meet
 list_cache = partial(extra_if_there, "list_cache")
+check_limits = always_on("known_errors", "check_limits")
+known_error = always_on("known_errors", "explain")
 check_gpus = always_on("gpu_check", "check_gpus")
 unused_gpus = always_on("gpu_check", "unused", str)
 expand_recipe = always_on("recipes", "expand")
@@ -70,12 +72,6 @@ def make_temporary_folder() -> None:
     """Make this process's temporary folder; remove those of killed runs."""
     with suppress(OSError):  # a full disk is reported where it matters
         _make_temporary_folder()
-
-
-def report_failed_start(*error: Any) -> None:
-    """``sys.excepthook``: one line for a missing package or too little memory, else a traceback."""
-    module = extra_if_there("failed_start")
-    (module.report if module else sys.__excepthook__)(*error)
 
 
 def explain_lost_peer(error: Exception, rank: int, processes: list[Any], seconds: float) -> str:

@@ -5,7 +5,6 @@ import errno
 import io
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Callable
@@ -36,62 +35,8 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-_continuation = "run the same command with --resume auto"
-
-
-def continue_by(text: str) -> None:
-    """From now on, messages of this process say that its run continues by ``text``."""
-    global _continuation  # noqa: PLW0603 (a process has one run)
-    _continuation = text
-
-
-def how_to_continue() -> str:
-    """How the user continues this process's run: the end of a message."""
-    return _continuation
-
-
-def for_user(exception: Exception) -> UserError | None:
-    """The error for too little memory, or for a file of utils/extras that an option needs and that
-    was deleted; None for any other."""
-    if isinstance(exception, ModuleNotFoundError):
-        file = f"{str(exception.name).replace('.', '/')}.py"
-        text = f"an option needs {file}, which is missing: leave that option out, or restore the "
-        text += f"file by `git checkout {file}`"
-        return UserError(text, on_every_rank=True) if file.startswith("utils/extras/") else None
-    if isinstance(exception, OSError):
-        if exception.errno == errno.EMFILE:
-            text = "too many open files for this shell's limit: raise it (`ulimit -n 4096`)"
-            return UserError(text, on_every_rank=True)
-        return _error_of_shm() if exception.errno == errno.ENOSPC else None
-    text = " ".join(str(exception).split())
-    worker = re.search(
-        r"DataLoader worker \(pid\(?s?\)? ([\d, ]+)\) (is killed by [^.]*|exited)", text
-    )
-    if worker:
-        return UserError(
-            f"data loading worker {worker[1]} {worker[2]}: unless somebody killed it, the machine "
-            "ran out of memory (dmesg shows it): use fewer workers (-j). To continue, "
-            f"{how_to_continue()}"
-        )
-    attempt = re.search(r"ried to allocate ([\d.]+ \w+)", text)
-    if attempt and re.search(r"out of memory|can't allocate memory", text):
-        place = "the GPU" if "CUDA" in text else "this machine"
-        return UserError(
-            f"{place} is out of memory, at an attempt to allocate {attempt[1]}: use a smaller -b, "
-            "with --accum-steps to keep the global batch"
-        )
-    return None
-
-
-def _error_of_shm() -> UserError | None:
-    """The error for a full /dev/shm, which data loading workers need; None if it has room."""
-    with contextlib.suppress(OSError):
-        disk = os.statvfs("/dev/shm")
-        if (free := disk.f_bavail * disk.f_frsize) < 2**20:
-            text = f"/dev/shm has only {free / 2**20:.1f} MiB free, too little for data loading "
-            text += "workers: remove files of killed programs there, or start the container with "
-            return UserError(text + "--ipc=host (docker run), or a larger --shm-size")
-    return None
+# How the user continues this process's run; it ends a sentence. `utils.run_directory` changes it.
+how_to_continue = "run the same command with --resume auto"
 
 
 def is_reported_by_another(error: UserError) -> bool:

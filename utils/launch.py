@@ -7,6 +7,7 @@ MASTER_ADDR and MASTER_PORT. `utils.world` joins the processes.
 import argparse
 import contextlib
 import ctypes
+import io
 import math
 import multiprocessing
 import multiprocessing.util
@@ -96,9 +97,8 @@ def _exit_with(main: Callable[[], int | None], spawned: bool) -> NoReturn:
     except KeyboardInterrupt:
         print("interrupted before training began; nothing was lost", file=sys.stderr)
         sys.exit(130)
-    except (UserError, RuntimeError, OSError, ModuleNotFoundError) as exception:
-        is_known = isinstance(exception, UserError)
-        error = exception if is_known else errors.for_user(exception)
+    except Exception as exception:
+        error = exception if isinstance(exception, UserError) else addons.known_error(exception)
         if error is None:
             raise
         if not spawned and errors.is_reported_by_another(error):
@@ -107,7 +107,8 @@ def _exit_with(main: Callable[[], int | None], spawned: bool) -> NoReturn:
         if error.on_every_rank:
             _end_torchrun()
         _kill_children()
-        multiprocessing.util._exit_function()  # frees semaphores, as at the end of any child
+        with contextlib.redirect_stderr(io.StringIO()):  # this may fail for the same reason
+            multiprocessing.util._exit_function()  # frees semaphores, as at the end of any child
         sys.stdout.flush()
         sys.stderr.flush()
         # The process group still has threads: a normal exit can abort in C++, with another code.
@@ -256,7 +257,16 @@ def prepare() -> None:
 
     To be called before any import that takes long: the launcher may be killed meanwhile.
     """
-    sys.excepthook = addons.report_failed_start
+
+    def report(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        known = error if isinstance(error, UserError) else addons.known_error(error)
+        if known is None:
+            sys.__excepthook__(kind, error, trace)
+        else:
+            sys.exit(errors.report(known))
+
+    sys.excepthook = report
+    addons.check_limits()
     die_with_launcher()
 
 

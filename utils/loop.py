@@ -168,6 +168,6 @@ def end(session: Training, predict: Predict) -> int:
     report.end(session, stop.reason, test=test, pauses=writer.pauses if writer else ())
     stop.close()
     if failure:
-        advice = f"free disk space, then {errors.how_to_continue()}"
+        advice = f"free disk space, then {errors.how_to_continue}"
         raise UserError(f"{failure}; {advice}", on_every_rank=True)
     return INTERRUPTED if stop.reason is Reason.INTERRUPTED else 0

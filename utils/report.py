@@ -172,7 +172,7 @@ def end(
         outcome += f", {rate:.1f} images/s"
     why = WHY.get(reason, reason.value)
     if reason in (Reason.TRAIN_TIME, Reason.INTERRUPTED):
-        why += errors.how_to_continue()
+        why += errors.how_to_continue
     log.info(f"Training time {_duration(state.elapsed)}, {outcome}: {why}")
 
 

@@ -148,7 +148,7 @@ class Run:
                 self.lock = addons.run_lock(self.folder, restarts)  # rank 0 acquires it
                 option = f" with --resume {'auto' if args.name else self.folder / SNAPSHOT}"
                 again = "run the same command"
-                errors.continue_by(again + (" again" if args.resume == "auto" else option))
+                errors.how_to_continue = again + (" again" if args.resume == "auto" else option)
             # In short rounds, as the other ranks wait no longer than --dist-timeout for one.
             while not self._in_rank0(self._make):
                 time.sleep(0.5)

@@ -41,5 +41,5 @@ def explain(
     me = f"rank {rank}" + (f" of {len(processes)} on {processes[rank][0]}" if processes else "")
     return (
         f"{me} lost touch with {who}: {why.format(seconds=seconds)}; look for the first error of "
-        f"the other ranks, then {errors.how_to_continue()} ({text[:200]})"
+        f"the other ranks, then {errors.how_to_continue} ({text[:200]})"
     )

@@ -2,21 +2,14 @@
 
 - Used by several nodes that are started by hand or by the wrappers (``--world-size``, WORLD_SIZE),
   and by scripts/elastic_train.sh, doctor.py and train_on_nodes.sh.
-- Interface, through addons.py: `meet`, which `utils.launch` calls before it starts processes;
-  `find_master` and `compare_processes`, which `utils.world` calls as a process joins the job;
-  `compare_data`. The wrappers call two commands, the first one before torchrun:
-
-      python -m utils.extras.preflight NODE_RANK NODES PROCESSES HOST:PORT [SECONDS]
-      python -m utils.extras.preflight rendezvous HOST:PORT
-
+- Interface, through addons.py: `meet`, `find_master`, `compare_processes` and `compare_data`. The
+  wrappers call `main`.
 - Without this file, torch waits for missing nodes, silently, and ends with a stack trace of C++.
   Nodes with different code, options or images train nevertheless, wrongly. GLOO_SOCKET_IFNAME and
   NCCL_SOCKET_IFNAME must name the interface by hand. The scripts named above do not start.
 
-Every node prints which nodes are missing and since when, and a set-up that cannot work ends with
-the same one-line error on every node. Each node connects once to the master port of node 0.
-Messages are JSON objects, one a line. A node sends all facts that must be the same everywhere, then
-follows node 0's messages: print a line, connect to the ports of the others, end.
+Each node connects to the master port of node 0, sends its facts, and then does what node 0 asks:
+print a line, connect to the ports of the others, end. Messages are JSON objects, one a line.
 """
 
 import argparse
@@ -25,16 +18,17 @@ import fcntl
 import importlib.metadata
 import json
 import os
+import queue
 import socket
 import struct
 import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from utils import errors, launch
 from utils.errors import UserError, printable
@@ -47,11 +41,9 @@ PORTS = 2  # tried on each node: a firewall may have one of them open by chance
 TRIES, TRY_SECONDS = 32, 2.0  # connections that a node tries at once, and for how long
 LONGEST = 2**20  # bytes of a message
 SIZES = 1000  # files
-GREETING = "imagenet preflight check"
+GREETING = "imagenet pre-flight check"
 PROCESSES = "number of processes per node"
-MUST_AGREE = (PROCESSES, "this code", "torch")  # facts that must be the same on all nodes
-KINDS = {"rank": int, "nodes": int, "host": str, "ports": list}  # of the facts that a node sends
-KINDS |= {PROCESSES: int, "this code": dict, "torch": str}
+NODES = "number of nodes (--world-size, WORLD_SIZE or NODES)"
 SAME_PORT = "port (--dist-url or MASTER_PORT)"
 OPEN_PORTS = "open all TCP ports between the nodes, in both directions"
 
@@ -65,41 +57,35 @@ def meet(rank: int, nodes: int, processes: int, master: tuple[str, int], wait: f
     come within ``wait`` seconds, ranks or numbers contradict each other, nodes differ in code or
     torch, or ports between them are closed.
     """
+    host, is_here = socket.gethostname(), is_own(master[0])
+    agree = {PROCESSES: processes, "this code": code()}
+    agree["torch"] = release(importlib.metadata.version("torch"))
+    me: Facts = {"greeting": GREETING, "rank": rank, "nodes": nodes, "agree": agree}
+    me |= {"host": host, "name": f"{host} (node {rank})"}
+    instead = None
     with contextlib.ExitStack() as stack:
         doors = [stack.enter_context(_listen(0)) for _ in range(PORTS)]  # the kernel accepts
-        me: Facts = {
-            "greeting": GREETING,
-            "rank": rank,
-            "nodes": nodes,
-            "host": socket.gethostname(),
-            "ports": [door.getsockname()[1] for door in doors],
-            PROCESSES: processes,
-            "this code": code(),
-            "torch": release(importlib.metadata.version("torch")),
-        }
-        if rank:
-            if is_own(master[0]):
-                say(f"note: {master[0]} is this machine: does node 0 run here, too?")
-            follow(me, master, wait)
-            return
-        try:
-            if not is_own(master[0]):
-                text = f"{master[0]} is not an address of this machine, {me['host']}: "
-                raise UserError(text + "the master's address must be that of node 0")
+        me["ports"] = [door.getsockname()[1] for door in doors]
+        if rank and is_here:
+            say(f"note: {master[0]} is this machine: does node 0 run here, too?")
+        elif rank == 0 and not is_here:
+            text = f"{master[0]} is not an address of this machine, {host}: the master's address "
+            instead = UserError(text + "must be that of node 0")
+        elif rank == 0:
             try:
                 server = stack.enter_context(_listen(master[1]))
+                # A thread that waits in accept() would keep the port after close().
+                stack.callback(server.shutdown, socket.SHUT_RDWR)
             except OSError:
-                raise launch.port_in_use(*master, SAME_PORT) from None
-            # A thread that waits in accept() would keep the port after close().
-            stack.callback(server.shutdown, socket.SHUT_RDWR)
-        except UserError as error:
-            follow(me, master, 1.0, error)  # if there is another node 0, it has to end, too
-            raise
-        Leader(me, master, wait, server).lead()
+                instead = launch.port_in_use(*master, SAME_PORT)
+            else:
+                Leader(me, master, server).lead(Clock(wait))
+                return
+        follow(me, master, wait, instead)
 
 
 class Clock:
-    """The time spent waiting. A line is due after 1 s, then every 5 s, later every 15 s."""
+    """The time spent waiting, of at most ``limit`` seconds."""
 
     def __init__(self, limit: float):
         self.limit, self.began, self.next = limit, time.monotonic(), 1.0
@@ -110,12 +96,17 @@ class Clock:
         return time.monotonic() - self.began
 
     def line(self, text: str) -> str | None:
-        """``text`` with the seconds so far and their limit, if a line is due."""
+        """``text`` with the times, if a line is due: first after 1 s, then every 5 or 15 s."""
         now = self.seconds
         if now < self.next:
             return None
         self.next = now + (5 if now < 60 else 15)
         return f"{text} ({now:.0f} s, at most {self.limit:g})"
+
+
+def say(text: object, file: TextIO | None = None) -> None:
+    """Print a line, which another machine may have sent."""
+    print(printable(str(text)), file=file, flush=True)
 
 
 def send(connection: socket.socket, **message: Any) -> None:
@@ -126,8 +117,7 @@ def send(connection: socket.socket, **message: Any) -> None:
 
 def receive(file: Any) -> Facts:
     """The next message from a socket's file. Raises: OSError (closed, no answer), ValueError."""
-    line = file.readline(LONGEST)
-    if not line:
+    if not (line := file.readline(LONGEST)):
         raise ConnectionError("the connection was closed")
     try:
         return dict(json.loads(line))
@@ -136,23 +126,38 @@ def receive(file: Any) -> Facts:
 
 
 class Leader:
-    """Node 0, to which all others connect. A thread reads from each connection."""
+    """Node 0, to which all others connect. A thread for each connection fills a queue."""
 
-    def __init__(self, me: Facts, master: tuple[str, int], wait: float, server: socket.socket):
-        self.nodes, self.there, self.clock = me["nodes"], f"{master[0]}:{master[1]}", Clock(wait)
+    def __init__(self, me: Facts, master: tuple[str, int], server: socket.socket):
+        self.there = f"{master[0]}:{master[1]}"
         # Node 0 may know itself by an address at which nobody else reaches it.
-        self.facts: dict[int, Facts] = {0: me | {"address": master[0]}}  # of all nodes, by rank
-        self.connections: dict[int, socket.socket] = {}  # to the others
-        self.contradiction: str | None = None  # between nodes
-        self.lock = threading.Lock()
+        self.nodes: dict[int, Facts] = {0: me | {"address": master[0]}}  # those here, by rank
+        self.sent: queue.SimpleQueue[tuple[Facts, Facts | None]] = queue.SimpleQueue()
         threading.Thread(target=self._accept, args=(server,), daemon=True).start()
 
-    def lead(self) -> None:
+    def _accept(self, server: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # the check is over
+            while True:
+                threading.Thread(target=self._read, args=server.accept(), daemon=True).start()
+
+    def _read(self, connection: socket.socket, address: tuple) -> None:
+        """Queue what a node sends, and None when it has left. Another program is ignored."""
+        node: Facts = {"connection": connection, "address": address[0].removeprefix("::ffff:")}
+        with connection, connection.makefile("rb") as file:
+            try:
+                message = receive(file)
+                while message.get("greeting") == GREETING:
+                    self.sent.put((node, message))
+                    message = receive(file)
+            except (OSError, ValueError):
+                self.sent.put((node, None))
+
+    def lead(self, clock: Clock) -> None:
         """Lead all nodes through the check, and send them its result. Raises: `UserError`."""
         end: str | None = "node 0 was interrupted"
         try:
-            self._gather()
-            self._compare()
+            self._gather(clock)
+            self._compare([self.nodes[rank] for rank in sorted(self.nodes)])
             end = None
         except UserError as error:
             end = str(error)
@@ -161,156 +166,100 @@ class Leader:
             self._tell_all(end=end)
 
     def _tell_all(self, **message: Any) -> None:
-        if message.get("print"):
+        for node in self.nodes.values():
+            if "connection" in node:
+                send(node["connection"], **message)
+        if "print" in message:
             say(message["print"])
-        for connection in list(self.connections.values()):
-            send(connection, **message)
 
-    def _accept(self, server: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # the check is over
-            while True:
-                connection, address = server.accept()
-                where = address[0].removeprefix("::ffff:")
-                threading.Thread(target=self._read, args=(connection, where), daemon=True).start()
+    def _step(self) -> None:
+        """Take up what a node has sent, if one has. Raises: `UserError` if nodes contradict."""
+        try:
+            node, message = self.sent.get(timeout=0.05)
+        except queue.Empty:
+            return
+        node.update(message or {})
+        rank = node.get("rank")
+        if self.nodes.get(rank) is node:
+            if message is None:
+                del self.nodes[rank]
+                say(f"{node['name']} has left")
+        elif message is not None:
+            pair = [(one["name"], {NODES: one["nodes"]}) for one in (self.nodes[0], node)]
+            if not (text := describe_mismatch(pair)) and (other := self.nodes.get(rank)):
+                text = f"two nodes have rank {rank} (--rank or NODE_RANK), {other['host']} and "
+                text += f"{node['host']} ({node['address']}): give each its own"
+            if text:
+                send(node["connection"], end=text)
+                raise UserError(text)
+            self.nodes[rank] = node
+            send(node["connection"])  # welcome
+            say(f"{node['name']} has joined from {node['address']}")
 
-    def _read(self, connection: socket.socket, address: str) -> None:
-        """Read what a node sends, until it leaves. Another program is ignored."""
-        facts: Facts = {}
-        with connection, connection.makefile("rb") as file:
-            try:
-                facts = self._let_in(receive(file), connection, address)
-                while True:
-                    facts.update(receive(file))
-            except (OSError, ValueError):
-                with self.lock:
-                    if self.facts.get(facts.get("rank")) is facts:
-                        del self.facts[facts["rank"]], self.connections[facts["rank"]]
-                        say(f"node {facts['rank']} ({facts['host']}) has left")
-
-    def _let_in(self, hello: Facts, connection: socket.socket, address: str) -> Facts:
-        """Add a node that has sent its facts, unless they contradict those of others."""
-        kinds = {name: type(hello.get(name)) for name in KINDS}
-        if hello.get("greeting") != GREETING or kinds != KINDS:
-            raise ValueError("not a node")
-        rank, me = hello["rank"], f"{hello['host']} ({address})"
-        with self.lock:
-            if hello["nodes"] != self.nodes:
-                self.contradiction = (
-                    f"the number of nodes (--world-size, WORLD_SIZE or NODES) is {self.nodes} on "
-                    f"{self.facts[0]['host']} (node 0), but {hello['nodes']} on {me}: give every "
-                    "node the same"
-                )
-            elif rank in self.facts:
-                self.contradiction = (
-                    f"two nodes have rank {rank} (--rank or NODE_RANK), "
-                    f"{self.facts[rank]['host']} and {me}: give each its own"
-                )
-            else:
-                self.connections[rank] = connection
-                self.facts[rank] = hello | {"address": address}
-                send(connection, welcome=True)
-                say(f"node {rank} ({hello['host']}, {address}) is here")
-                return self.facts[rank]
-        send(connection, end=self.contradiction)
-        raise ValueError("not a node of this job")
-
-    def _check(self) -> None:
-        time.sleep(0.05)
-        if self.contradiction:
-            raise UserError(self.contradiction)
-
-    def _gather(self) -> None:
+    def _gather(self, clock: Clock) -> None:
         """Wait until all nodes are here."""
-        while missing := [rank for rank in range(self.nodes) if rank not in self.facts]:
-            names = f"node{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {self.nodes}"
-            if self.clock.seconds >= self.clock.limit:
+        total = self.nodes[0]["nodes"]
+        while missing := [str(rank) for rank in range(total) if rank not in self.nodes]:
+            names = f"node{'s' * (len(missing) > 1)} {', '.join(missing)} of {total}"
+            if clock.seconds >= clock.limit:
                 raise UserError(
-                    f"{names} did not connect to {self.there} within {self.clock.limit:g} s: is "
+                    f"{names} did not connect to {self.there} within {clock.limit:g} s: is "
                     "training started there, with this address, and does the firewall let the "
                     "port through?"
                 )
-            if line := self.clock.line(f"waiting at {self.there} for {names}"):
+            if line := clock.line(f"waiting at {self.there} for {names}"):
                 self._tell_all(print=line)
-            self._check()
+            self._step()
 
-    def _compare(self) -> None:
+    def _compare(self, everyone: list[Facts]) -> None:
         """Raises: `UserError` with what keeps the nodes from training together."""
-        everyone = [self.facts[rank] for rank in range(self.nodes)]
-        names = [f"{facts['host']} (node {rank})" for rank, facts in enumerate(everyone)]
-        entries = [{key: facts[key] for key in MUST_AGREE} for facts in everyone]
-        if mismatch := describe_mismatch(list(zip(names, entries, strict=True))):
+        if mismatch := describe_mismatch([(node["name"], node["agree"]) for node in everyone]):
             raise UserError(mismatch)
-        targets = [
-            (name, facts["address"], facts["ports"][:PORTS])
-            for name, facts in zip(names, everyone, strict=True)
-        ]
+        targets = [(node["name"], node["address"], node["ports"]) for node in everyone]
         self._tell_all(connect=targets)
-        deadline = time.monotonic() + PATIENCE + TRY_SECONDS * PORTS * self.nodes / TRIES
-        everyone[0]["closed"] = try_ports(targets, names[0])
-        while waiting := [rank for rank, facts in enumerate(everyone) if "closed" not in facts]:
-            if waiting[0] not in self.facts or time.monotonic() > deadline:
-                raise UserError(f"{names[waiting[0]]} was lost in the pre-flight check")
-            self._check()
-        if closed := [str(way) for facts in everyone for way in facts["closed"]]:
+        deadline = time.monotonic() + PATIENCE + TRY_SECONDS * PORTS * len(everyone) / TRIES
+        everyone[0]["closed"] = try_ports(targets, everyone[0]["name"])
+        while waiting := [node for node in everyone if "closed" not in node]:
+            if waiting[0]["rank"] not in self.nodes or time.monotonic() > deadline:
+                raise UserError(f"{waiting[0]['name']} was lost in the pre-flight check")
+            self._step()
+        if closed := [str(text) for node in everyone for text in node["closed"]]:
             more = f" (and {len(closed) - 4} more)" if len(closed) > 4 else ""
             why = "gradients travel over ports that the kernel chooses"
             raise UserError(f"{'; '.join(closed[:4])}{more}: {why}, so {OPEN_PORTS}")
-        hosts = ", ".join(facts["host"] for facts in everyone)
-        self._tell_all(print=f"all {self.nodes} nodes are here: {hosts}")
+        hosts = ", ".join(node["host"] for node in everyone)
+        self._tell_all(print=f"all {len(everyone)} nodes are here: {hosts}")
 
 
-def follow(
-    me: Facts, master: tuple[str, int], wait: float, instead: UserError | None = None
-) -> None:
-    """Connect to node 0 and follow it. Raises: `UserError` with the error that it reports.
+def follow(me: Facts, master: tuple[str, int], wait: float, instead: UserError | None) -> None:
+    """Connect to node 0 and do what it asks. Raises: `UserError` with the error that it reports.
 
-    ``instead``: the error to raise where there is no node 0.
+    ``instead``: why this node cannot be node 0, which it should be. If there is another node 0,
+    that has to end as well; if there is none, this is the error.
     """
-    there, clock, refused, message = f"{master[0]}:{master[1]}", Clock(wait), 0.0, {}
-    # The launcher over ssh has reached all nodes and started them together: a master that does not
-    # even refuse is not late.
-    all_up = "IMAGENET_ALL_UP" in os.environ
-
-    def waiting(reason: str) -> None:
-        nonlocal refused
-        if "refused" in reason:
-            refused = clock.seconds
-        elif all_up and clock.seconds - refused > SILENT:
-            text = f"node 0 is up, but {there} does not answer this node ({reason}): {OPEN_PORTS}"
-            raise UserError(text)
-        if line := clock.line(f"waiting for node 0 at {there}: {reason}"):
-            say(line)
-
+    there = f"{master[0]}:{master[1]}"
     text = f"what answers at {there} is not node 0 of this job ({{}}): does another program use "
     text += f"this port? If so, choose another {SAME_PORT} on every node"
     try:
-        connection = connect(*master, wait, waiting)
+        connection = connect(*master, 1.0 if instead else wait, sys.stdout)
         with connection, connection.makefile("rb") as file:
             connection.settimeout(PATIENCE)
             send(connection, **me)
-            while "end" not in message:
-                message = receive(file)
-                if "welcome" in message:
-                    connection.settimeout(LOST)
-                    text = f"lost touch with node 0 at {there} in the pre-flight check ({{}}): "
-                    text += "look at what it has printed"
+            while "end" not in (message := receive(file)):
+                connection.settimeout(LOST)
+                text = f"lost touch with node 0 at {there} in the pre-flight check ({{}}): look at "
+                text += "what it has printed"
                 if "print" in message:
                     say(message["print"])
                 if "connect" in message:
-                    name = f"{me['host']} (node {me['rank']})"
-                    send(connection, closed=try_ports(message["connect"], name))
-    except (OSError, ValueError, UserError) as error:
-        if instead or isinstance(error, UserError):
-            raise instead or error from None
-        why = "no answer" if isinstance(error, TimeoutError) else str(error)
-        raise UserError(text.format(why)) from None
+                    me["closed"] = try_ports(message["connect"], me["name"])
+                    send(connection, **me)
+    except (OSError, ValueError) as error:
+        raise instead or UserError(text.format(reason(error))) from None
+    except UserError as error:
+        raise instead or error from None
     if message["end"]:
         raise UserError(str(message["end"]))
-
-
-def say(text: object) -> None:
-    """Print a line, which another machine may have sent."""
-    print(printable(str(text)), flush=True)
 
 
 def try_ports(targets: list[tuple[str, str, list[int]]], me: str) -> list[str]:
@@ -325,7 +274,7 @@ def try_ports(targets: list[tuple[str, str, list[int]]], me: str) -> list[str]:
             return f"{me} cannot connect to {name} at {address}, port {port} ({why})"
         return None
 
-    ways = [(to, at, port) for to, at, ports in targets if to != me for port in ports]
+    ways = [(to, at, port) for to, at, ports in targets if to != me for port in ports[:PORTS]]
     with ThreadPoolExecutor(TRIES) as pool:
         return list(filter(None, pool.map(closed, ways)))
 
@@ -335,10 +284,9 @@ def try_ports(targets: list[tuple[str, str, list[int]]], me: str) -> list[str]:
 
 def _listen(port: int) -> socket.socket:
     """A listening socket on all addresses, IPv6 included where the machine has it."""
-    more: dict[str, Any] = {"backlog": 1024}
-    if socket.has_dualstack_ipv6():
-        more |= {"family": socket.AF_INET6, "dualstack_ipv6": True}
-    return socket.create_server(("", port), **more)
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    return socket.create_server(("", port), backlog=1024, family=family, dualstack_ipv6=dual)
 
 
 def resolve(host: str) -> list[tuple]:
@@ -383,35 +331,37 @@ def interface_towards(host: str) -> str | None:
     return None
 
 
-def connect(
-    host: str, port: int, seconds: float, waiting: Callable[[str], None] = lambda reason: None
-) -> socket.socket:
-    """A connection to ``host:port``, which is tried again until ``seconds`` are over.
+def connect(host: str, port: int, limit: float, out: TextIO | None = None) -> socket.socket:
+    """A connection to the master, which is tried again until ``limit`` seconds are over.
 
-    ``waiting(reason)`` is called after each failed attempt. Raises: `UserError`: unknown host name,
-    or nothing there in time.
+    Prints that it waits to ``out``. Raises: `UserError`: unknown host name, or no answer in time.
     """
     resolve(host)
-    clock = Clock(seconds)
+    clock, answered, master = Clock(limit), 0.0, f"the master {host}:{port}"
+    # The launcher over ssh has reached all nodes and started them together: a master that does not
+    # even refuse is not late.
+    patience = SILENT if "IMAGENET_ALL_UP" in os.environ else limit
     while True:
         try:
             return socket.create_connection((host, port), timeout=2.0)
         except OSError as error:
             why = reason(error)
-        if clock.seconds >= seconds:
+        answered = clock.seconds if "refused" in why else answered
+        if clock.seconds >= limit or clock.seconds - answered >= patience:
             raise UserError(
-                f"the master {host}:{port} cannot be reached after {seconds:g} s ({why}): "
-                "is node 0 started, is the address right, is the port open in the firewall?"
+                f"{master} cannot be reached after {clock.seconds:.0f} s ({why}): is node 0 "
+                "started, is the address right, is the port open in the firewall?"
             )
-        waiting(why)
+        if out and (line := clock.line(f"waiting for {master}: {why}")):
+            say(line, out)
         time.sleep(0.2)
 
 
-def reason(error: OSError) -> str:
+def reason(error: Exception) -> str:
     """Why a connection failed, in a few words."""
     if isinstance(error, TimeoutError):
         return "no answer"
-    return (error.strerror or str(error)).lower()
+    return (getattr(error, "strerror", None) or str(error)).lower()
 
 
 def find_master(rank: int, nodes: int, master: tuple[str, int], seconds: float) -> None:
@@ -431,7 +381,6 @@ def find_master(rank: int, nodes: int, master: tuple[str, int], seconds: float) 
 # ---- what the nodes must agree on
 
 ROOT = Path(__file__).resolve().parents[2]
-
 REMEDY = {
     "the command line": "type the same options on every node",
     "the training script": "start the same script on every node",
@@ -439,7 +388,6 @@ REMEDY = {
     "torch": "install the same version on every node",
     "NCCL": "install the same version on every node",
 }
-
 # Options that may differ between nodes: paths, output, decisions of one process alone, hardware of
 # the node. All others must be the same on every node.
 _MAY_DIFFER = """data classes name output_dir store recipe command mode
@@ -460,13 +408,15 @@ def compare_processes(args: Any, world: Any) -> list[tuple[str, str | None]]:
     from utils.world import gather, node_name
 
     script, me = Path(sys.argv[0]), node_name(world)
+    options = {key: value for key, value in vars(args).items() if key not in MAY_DIFFER}
+    options |= {key: bool(options[key]) for key in PATHS & options.keys()}
     facts = {
         "the training script": script.name,
         "this code": code(script),
         "torch": release(torch.__version__),
         "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if world.device_ids else "",
         PROCESSES: world.local_size,
-        "the command line": options(args),
+        "the command line": {f"--{key.replace('_', '-')}": str(options[key]) for key in options},
     }
     if mismatch := describe_mismatch(gather((me, facts), world)):
         raise UserError(mismatch, on_every_rank=True)
@@ -486,21 +436,14 @@ def compare_data(what: str, source: Any, world: Any) -> None:
 
     me = node_name(world)
     if mismatch := describe_mismatch(gather((me, {what: source.fingerprint()}), world)):
-        first = first_difference(gather((me, source.class_fingerprints()), world))
-        raise UserError(f"{mismatch} ({first})" if first else mismatch, on_every_rank=True)
-    if world.nodes > 1:
+        if first := first_difference(gather((me, source.class_fingerprints()), world)):
+            mismatch += f" ({first})"
+    elif world.nodes > 1:
         mean, sizes = source.sample_sizes(SIZES) if world.local_rank == 0 else (0.0, "")
-        fact = f"the size of files in {what}"
-        entries = gather((me, {fact: f"{mean:.0f} bytes on average ({sizes})"}), world)
-        if mismatch := describe_mismatch(entries[:: world.local_size]):
-            raise UserError(mismatch, on_every_rank=True)
-
-
-def options(args: Any) -> dict[str, str]:
-    """The options that must be the same on every node, as on the command line."""
-    given = {key: value for key, value in vars(args).items() if key not in MAY_DIFFER}
-    given |= {key: bool(given[key]) for key in PATHS & given.keys()}
-    return {f"--{key.replace('_', '-')}": str(value) for key, value in given.items()}
+        fact = {f"the size of files in {what}": f"{mean:.0f} bytes on average ({sizes})"}
+        mismatch = describe_mismatch(gather((me, fact), world)[:: world.local_size])
+    if mismatch:
+        raise UserError(mismatch, on_every_rank=True)
 
 
 def code(*scripts: Path) -> dict[str, str]:
@@ -523,11 +466,12 @@ def describe_mismatch(entries: list[tuple[str, Mapping[str, Any]]]) -> str | Non
     A fact may be a mapping itself, such as each file's checksum.
     """
     for name, first in entries[0][1].items():
-        values = [(node, facts.get(name)) for node, facts in entries]
-        if any(value != first for _, value in values):
-            has = first_difference(values) if isinstance(first, Mapping) else _who_has(values)
+        column = [(node, facts[name]) for node, facts in entries]
+        if not isinstance(first, Mapping):
+            column = [(node, {"": value}) for node, value in column]
+        if difference := first_difference(column):
             remedy = REMEDY.get(name, "make it the same on every node")
-            return f"{name} differs between the nodes: {has}: {remedy}"
+            return f"{name} differs between the nodes: {difference}: {remedy}"
     return None
 
 
@@ -535,20 +479,14 @@ def first_difference(entries: list[tuple[str, Mapping[str, Any]]]) -> str:
     """The first name whose value differs: "NAME: VALUE on NODES, VALUE on NODES (and 2 more)"."""
     differing = []
     for name in sorted({name for _, values in entries for name in values}):
-        column = [(node, values.get(name, "missing")) for node, values in entries]
-        if len({value for _, value in column}) > 1:
-            differing.append(f"{name}: {_who_has(column)}")
+        nodes: dict[str, dict[str, None]] = {}  # by value; as keys, each name is there once
+        for node, values in entries:
+            nodes.setdefault(str(values.get(name, "missing")), {})[node] = None
+        if len(nodes) > 1:
+            has = (f"{value} on {' and '.join(list(some)[:3])}" for value, some in nodes.items())
+            differing.append(f"{name}: {', '.join(has)}" if name else ", ".join(has))
     more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
     return differing[0] + more if differing else ""
-
-
-def _who_has(values: list[tuple[str, Any]]) -> str:
-    nodes: dict[str, list[str]] = {}
-    for node, value in values:
-        nodes.setdefault(str(value), []).append(node)
-    return ", ".join(
-        f"{value} on {' and '.join(list(dict.fromkeys(some))[:3])}" for value, some in nodes.items()
-    )
 
 
 # ---- commands
@@ -561,22 +499,14 @@ def rendezvous(master: str) -> str:
     waits on stderr. Raises: `UserError`.
     """
     host, port = launch.parse_tcp_url(f"tcp://{master}", "MASTER_ADDR:MASTER_PORT")
-    here, address, clock = is_own(host), address_towards(host), Clock(300.0)
+    here, address = is_own(host), address_towards(host)
     if address is None:
         raise UserError(f"no route from here to MASTER_ADDR={host}: is the link up?")
-    if here:
-        try:
-            socket.create_server(("", port)).close()
-        except OSError:
-            raise launch.port_in_use(host, port, "MASTER_PORT") from None
-        return f"{address} true"
-
-    def waiting(why: str) -> None:
-        if line := clock.line(f"waiting for {master}: {why}"):
-            print(line, file=sys.stderr, flush=True)
-
-    connect(host, port, clock.limit, waiting).close()
-    return f"{address} false"
+    try:
+        (socket.create_server(("", port)) if here else connect(host, port, 300, sys.stderr)).close()
+    except OSError:
+        raise launch.port_in_use(host, port, "MASTER_PORT") from None
+    return f"{address} {str(here).lower()}"
 
 
 def main() -> int:
@@ -592,10 +522,8 @@ def main() -> int:
         master = launch.parse_tcp_url(f"tcp://{words[3]}", "HOST:PORT")
         wait = seconds(words[4]) if len(words) == 5 else 300.0
     except (ValueError, IndexError, argparse.ArgumentTypeError):
-        how = (
-            "usage: python -m utils.extras.preflight NODE_RANK NODES PROCESSES HOST:PORT [SECONDS]"
-        )
-        raise UserError(how) from None
+        how = "python -m utils.extras.preflight NODE_RANK NODES PROCESSES HOST:PORT [SECONDS]"
+        raise UserError(f"usage: {how}") from None
     meet(rank, nodes, processes, master, wait)
     return 0
 

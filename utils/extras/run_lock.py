@@ -30,15 +30,13 @@ class Lock:
     """The lock of the run directory ``folder``, for rank 0: call `poll` until it is held.
 
     ``patient``: a launcher restarts this job, so the process that holds it may be about to exit.
-    ``note`` says which process was killed in the directory, ``warning`` that there are no locks.
+    ``note`` says which process was killed in the directory, or that there are no locks.
     """
 
     def __init__(self, folder: Path, patient: bool = False):
-        self.path = folder / LOCK
+        self.path, self.note = folder / LOCK, ""
         self.text = f"process {os.getpid()} on {socket.gethostname()}"
         self.text += f", since {time.strftime('%Y-%m-%d %H:%M:%S')}"
-        self.note: str | None = None
-        self.warning: str | None = None
         self.file: IO[str] | None = None  # the kernel's lock lasts as long as this is open
         self.patience = RESTART_PATIENCE if patient else PATIENCE
         self.waits_until: float | None = None
@@ -48,29 +46,28 @@ class Lock:
 
         Raises: OSError, and `UserError` when another process still holds it.
         """
+        folder = self.path.parent
         if self.path.is_symlink():  # never write where somebody else's link leads
             raise UserError(f"{self.path} is a symbolic link, not the lock of a run: remove it")
-        file = open(self.path, "a+", errors="replace", opener=_no_link)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = _owner(file)
-            file.close()
-            self._wait(owner or "another process")
-            return False
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
-            self.warning = (
-                f"the file system of {self.path.parent} has no locks: nothing prevents a second "
-                "run from writing there"
-            )
-        if not self._is_at_path(file):  # its process removed it when it ended
-            file.close()
-            return False
-        if (owner := _owner(file)) and not self.warning:
-            where = self.path.parent
-            self.note = f"note: {owner} was killed and left {where}; continuing there"
+        with contextlib.ExitStack() as stack:
+            file = stack.enter_context(open(self.path, "a+", errors="replace"))
+            file.seek(0)
+            owner = file.read(500).strip()
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if owner:
+                    self.note = f"note: {owner} was killed and left {folder}; continuing there"
+            except BlockingIOError:
+                self._wait(folder, owner or "another process")
+                return False
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+                self.note = f"warning: the file system of {folder} has no locks: nothing prevents "
+                self.note += "a second run from writing there"
+            if not self._is_at_path(file):  # its process removed it when it ended
+                return False
+            stack.pop_all()
         file.truncate(0)
         file.write(self.text)
         file.flush()
@@ -78,6 +75,21 @@ class Lock:
         # Also after an error: launch.run_main ends a process this way.
         multiprocessing.util.Finalize(None, self.release, exitpriority=0)
         return True
+
+    def _wait(self, folder: Path, owner: str) -> None:
+        """Note that ``owner`` holds the lock. Raises: `UserError` after some time."""
+        now = time.monotonic()
+        if self.waits_until is None:
+            self.waits_until = now + self.patience
+            if self.patience > PATIENCE:
+                text = f"note: {folder} is in use by {owner}: waiting up to {self.patience:.0f} s"
+                print(printable(f"{text} for its end"), flush=True)
+        elif now >= self.waits_until:
+            raise UserError(
+                f"{folder} is in use by a run that is still active ({owner}): wait for its end, "
+                f"stop it, or choose another --name; if its machine is gone, remove {self.path}",
+                on_every_rank=True,
+            )
 
     def check_shared(self, world: World) -> None:
         """Raise `UserError` unless all nodes see the lock: any may have rank 0 next time."""
@@ -88,50 +100,23 @@ class Lock:
             with contextlib.suppress(OSError):
                 is_seen = self.path.read_text() == text
         nodes = gather((node_name(world), is_seen), world)
-        for name, sees in nodes:
-            if not sees:
-                raise UserError(
-                    f"{name} does not see what {nodes[0][0]} writes into {self.path.parent}: a job "
-                    "that continues when nodes fail needs an --output-dir that they share",
-                    on_every_rank=True,
-                )
+        if blind := [name for name, sees in nodes if not sees]:
+            raise UserError(
+                f"{blind[0]} does not see what {nodes[0][0]} writes into {self.path.parent}: a job "
+                "that continues when nodes fail needs an --output-dir that they share",
+                on_every_rank=True,
+            )
 
     def release(self) -> None:
         """Remove the file, and give up the lock."""
         if self.file is not None:
-            with contextlib.suppress(OSError):
-                if self._is_at_path(self.file):
+            if self._is_at_path(self.file):
+                with contextlib.suppress(OSError):
                     self.path.unlink()
             self.file.close()
             self.file = None
 
     def _is_at_path(self, file: IO[str]) -> bool:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             return os.path.samestat(os.fstat(file.fileno()), os.stat(self.path))
         return False
-
-    def _wait(self, owner: str) -> None:
-        """Note that another process holds the lock. Raises: `UserError` after some time."""
-        now = time.monotonic()
-        if self.waits_until is None:
-            self.waits_until = now + self.patience
-            if self.patience > PATIENCE:
-                text = f"note: {self.path.parent} is in use by {owner}: waiting up to "
-                print(printable(f"{text}{self.patience:.0f} s for its end"), flush=True)
-        elif now >= self.waits_until:
-            raise UserError(
-                f"{self.path.parent} is in use by a run that is still active ({owner}): wait for "
-                "its end, stop it, or choose another --name; if its machine is gone, remove "
-                f"{self.path}",
-                on_every_rank=True,
-            )
-
-
-def _no_link(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
-
-
-def _owner(file: IO[str]) -> str:
-    """The process that the file names; "" for none, or while it is being written."""
-    file.seek(0)
-    return file.read(500).strip()

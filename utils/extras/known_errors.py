@@ -1,0 +1,89 @@
+"""One error line in place of a traceback for missing packages, memory, files and workers.
+
+- Always on. Used by every script.
+- Interface, through addons.py: `explain`, which `utils.launch` asks about an exception that would
+  end the process; `check_limits`, before torch is imported.
+- Without this file, such a process ends with Python's traceback.
+"""
+
+import contextlib
+import errno
+import os
+import re
+import resource
+import sys
+from pathlib import Path
+
+from utils import errors
+from utils.errors import UserError
+
+# The packages of requirements.txt, by the name under which they are imported.
+REQUIRED = {name: name for name in ("torch", "torchvision", "tensorboard", "numpy", "tqdm")}
+REQUIRED |= {"matplotlib": "matplotlib", "PIL": "pillow", "google": "protobuf"}
+MANY_FILES = "too many open files for this shell's limit: raise it (`ulimit -n 4096`)"
+
+
+def check_limits() -> None:
+    """Raise `UserError` in a shell whose limits are too low for torch: it would abort, or hang."""
+    files, memory = (
+        resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_AS)
+    )
+    if 0 <= files < 64:  # -1: no limit
+        raise UserError(MANY_FILES, on_every_rank=True)
+    if 0 <= memory < 4 * 2**30:
+        text = f"too little memory to start, {memory / 2**30:.1f} GiB: raise `ulimit -v`"
+        raise UserError(text, on_every_rank=True)
+
+
+def explain(error: BaseException) -> UserError | None:
+    """What the user can do about ``error``; None: it is no error of the user's."""
+    text = " ".join(str(error).split())
+    name = error.name if isinstance(error, ModuleNotFoundError) else None
+    if name in REQUIRED:
+        environment = Path(__file__).resolve().parents[2] / ".venv"
+        how = "`bash scripts/quickstart.sh` makes an environment with all that is needed"
+        if environment.exists():
+            how = f"`source {environment}/bin/activate` first"
+        text = f"{REQUIRED[name]} is not installed for {sys.executable}: {how}, or "
+        return UserError(text + "`pip install -r requirements.txt`", on_every_rank=True)
+    if name and name.startswith("utils.extras."):
+        file = f"{name.replace('.', '/')}.py"
+        text = f"an option needs {file}, which is missing: leave that option out, or restore the "
+        return UserError(text + f"file by `git checkout {file}`", on_every_rank=True)
+    if isinstance(error, FileNotFoundError) and "temporary directory" in text:
+        text = "no folder for temporary files, such as /tmp, can be written to: free disk space, "
+        return UserError(text + "set TMPDIR, or raise `ulimit -f`", on_every_rank=True)
+    if isinstance(error, MemoryError):
+        return UserError(f"too little memory ({text}): close other programs, or raise `ulimit -v`")
+    if getattr(error, "errno", None) == errno.EMFILE:
+        return UserError(MANY_FILES)
+    if getattr(error, "errno", None) == errno.ENOSPC:
+        return _error_of_shm()
+    if not isinstance(error, RuntimeError):
+        return None
+    worker = r"DataLoader worker \(pid\(?s?\)? ([\d, ]+)\) (is killed by [^.]*|exited)"
+    if match := re.search(worker, text):
+        return UserError(
+            f"data loading worker {match[1]} {match[2]}: unless somebody killed it, the machine "
+            "ran out of memory (dmesg shows it): use fewer workers (-j). To continue, "
+            f"{errors.how_to_continue}"
+        )
+    attempt = re.search(r"ried to allocate ([\d.]+ \w+)", text)
+    if attempt and re.search(r"out of memory|can't allocate memory", text):
+        place = "the GPU" if "CUDA" in text else "this machine"
+        return UserError(
+            f"{place} is out of memory, at an attempt to allocate {attempt[1]}: use a smaller -b, "
+            "with --accum-steps to keep the global batch"
+        )
+    return None
+
+
+def _error_of_shm() -> UserError | None:
+    """The error for a full /dev/shm, which data loading workers need; None: it is not full."""
+    with contextlib.suppress(OSError):
+        disk = os.statvfs("/dev/shm")
+        if (free := disk.f_bavail * disk.f_frsize) < 2**20:
+            text = f"/dev/shm has only {free / 2**20:.1f} MiB free, too little for data loading "
+            text += "workers: remove files of killed programs there, or start the container with "
+            return UserError(text + "--ipc=host (docker run), or a larger --shm-size")
+    return None
