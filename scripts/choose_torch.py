@@ -11,7 +11,6 @@ Training (utils/world.py) runs these commands if torch cannot use GPUs, or may n
 """
 
 import contextlib
-import functools
 import os
 import re
 import subprocess
@@ -106,12 +105,6 @@ def loaded(proc: Path = DRIVER) -> Machine:
     return Machine(tuple(gpus), driver(proc))
 
 
-@functools.cache
-def machine() -> Machine:
-    """`look` at this machine once."""
-    return look()
-
-
 def choose(hardware: Machine) -> tuple[str, str]:
     """The constraints file whose torch can use the GPUs, and why. Raises: `UserError`.
 
@@ -194,20 +187,22 @@ def _missing_kernels() -> str:
 def main() -> int:
     question = sys.argv[1] if len(sys.argv) == 2 else ""
     launch.die_with_launcher()
-    if question == "choose":
-        print(*choose(machine()), sep="\n")
-    elif question == "check":
+    if question == "check":
         print(processes())
-    elif question == "gpus" and machine().gpus:
-        print(machine())
-    elif question == "explain" and machine().has_gpus:
-        print(explain(machine()))
+        return 0
+    hardware = look()
+    if question == "choose":
+        print(*choose(hardware), sep="\n")
+    elif question == "gpus" and hardware.gpus:
+        print(hardware)
+    elif question == "explain" and hardware.has_gpus:
+        print(explain(hardware))
     return 0
 
 
 def processes() -> int:
     """How many processes a node has by default. Raises: `UserError`: torch cannot use the GPUs."""
-    if is_cpu_chosen() or not (machine().has_gpus or Path("/dev/kfd").exists()):
+    if is_cpu_chosen() or not (look().has_gpus or Path("/dev/kfd").exists()):
         return 1  # without torch, whose import takes seconds
     import torch
 

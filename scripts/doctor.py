@@ -215,7 +215,7 @@ def check_all(args: argparse.Namespace) -> list[Finding]:
         "NCCL": dist.is_nccl_available() and torch.cuda.nccl.version(),
         "Python": preflight.release(platform.python_version()),
         "GPUs": gpus,
-        "driver": choose_torch.machine().driver or "none",
+        "driver": choose_torch.look().driver or "none",
         "MTU": mtu.read_text().strip() if mtu.exists() else "unknown",
     }
     nodes = gather(facts | {"own": own, "now": now, "need": need, "data": bool(sources)}, world)

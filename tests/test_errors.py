@@ -270,8 +270,8 @@ def test_without_its_packages_a_command_is_one_error_message(line, package, tmp_
     ("limit", "words"),
     [
         ("ulimit -f 0", ("no folder for temporary files", "ulimit -f")),
-        ("ulimit -v 3000000", ("too little memory", "ulimit -v")),
-        ("ulimit -n 18", ("too many open files", "ulimit -n")),
+        ("ulimit -v 3000000", ("too low to load torch", "ulimit -v")),
+        ("ulimit -n 18", ("too low to load torch", "ulimit -n")),
         ("export IMAGENET_LAUNCHER=abc", ("IMAGENET_LAUNCHER=abc", "unset it")),
     ],
 )

@@ -49,7 +49,6 @@ def always_on(name: str, function: str, empty: type = NoneType) -> Callable[...,
 
 preflight = partial(extra_if_there, "preflight")  # its functions: where processes start and meet
 list_cache = partial(extra_if_there, "list_cache")
-check_limits = always_on("known_errors", "check_limits")
 known_error = always_on("known_errors", "explain")
 check_gpus = always_on("gpu_check", "check_gpus")
 unused_gpus = always_on("gpu_check", "unused", str)

@@ -13,6 +13,7 @@ import multiprocessing
 import multiprocessing.util
 import os
 import re
+import resource
 import signal
 import socket
 import sys
@@ -31,6 +32,8 @@ LAUNCHER = "IMAGENET_LAUNCHER"  # another: the process id of the launcher
 GRACE_SECONDS = 15.0  # for the others to exit once one process has failed
 REPORT_SECONDS = 60.0  # for a node's first process to report the error that others have
 PLACEHOLDERS = ("MASTER_IP", "MASTER_ADDR", "MASTER_PORT", "HOST", "IP", "PORT")  # of documents
+# Of ulimit: with less, torch aborts or hangs.
+LIMITS = {"-n": (resource.RLIMIT_NOFILE, 64), "-v": (resource.RLIMIT_AS, 2**32)}
 _PR_SET_PDEATHSIG = 1
 
 
@@ -50,25 +53,22 @@ def die_with_parent(parent: int | None = None) -> None:
         os._exit(1)
 
 
-def die_with_launcher() -> bool:
+def die_with_launcher() -> None:
     """Let this process end with its launcher, if it has one: `supervise`, a script or torchrun.
 
     Call it before torch is imported: that takes seconds in which the launcher may be killed.
-    Returns: whether there is a launcher.
     """
     if launcher := os.environ.pop(LAUNCHER, None):
         if not launcher.isdecimal():
             text = f"{LAUNCHER}={launcher} in the environment is not a process id: unset it"
             raise UserError(text, on_every_rank=True)
         die_with_parent(int(launcher))
-        return True
-    if "LOCAL_RANK" in os.environ:
+    elif "LOCAL_RANK" in os.environ:
         die_with_parent()
         # torchrun does not pass on its process id. It has torch loaded; init, which would be the
         # parent if torchrun had died already, has not.
         if "TORCHELASTIC_RUN_ID" in os.environ and not _has_torch(os.getppid()):
             os._exit(1)
-    return "LOCAL_RANK" in os.environ
 
 
 def _has_torch(pid: int) -> bool:
@@ -168,7 +168,7 @@ def supervise(worker: Callable[[Any], int], args: Any, environments: list[dict[s
     # steps took twice as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     context = multiprocessing.get_context("spawn")
-    children = [context.Process(target=_child, args=(worker, args)) for _ in environments]
+    children = [context.Process(target=_child, args=(worker, args, one)) for one in environments]
     interrupts = 0
 
     def pass_on(signum: int, frame: Any) -> None:
@@ -187,19 +187,16 @@ def supervise(worker: Callable[[Any], int], args: Any, environments: list[dict[s
         # the children inherit that, and so survive it before they have a handler of their own.
         if signum != signal.SIGUSR1 or signal.getsignal(signum) != signal.SIG_IGN:
             signal.signal(signum, pass_on)  # for good: later, a signal changes nothing
-    before = dict(os.environ)
+    os.environ[LAUNCHER] = str(os.getpid())  # which they inherit
     try:
-        for child, variables in zip(children, environments, strict=True):
-            os.environ[LAUNCHER] = str(os.getpid())
-            os.environ.update({name: str(value) for name, value in variables.items()})
-            child.start()  # it inherits the environment
+        for child in children:
+            child.start()
         code = _wait_for(children)
     finally:
         for child in children:
             if child.pid and child.is_alive():
                 child.kill()
-        os.environ.clear()
-        os.environ.update(before)
+        del os.environ[LAUNCHER]
     if interrupts > 1:
         return 128 + signal.SIGINT
     if code < 0:
@@ -243,7 +240,8 @@ def job_exit_code(codes: list[int]) -> int:
     return next((code for code in failed if code not in followed), failed[0] if failed else 0)
 
 
-def _child(worker: Callable[[Any], int], args: Any) -> None:
+def _child(worker: Callable[[Any], int], args: Any, variables: dict[str, Any]) -> None:
+    os.environ.update({name: str(value) for name, value in variables.items()})
     # Only the parent decides about Ctrl-C until training has put its own handlers in place.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _exit_with(lambda: worker(args), spawned=True)
@@ -266,7 +264,10 @@ def prepare() -> None:
             sys.exit(errors.report(known))
 
     sys.excepthook = report
-    addons.check_limits()
+    for option, (kind, least) in LIMITS.items():
+        if 0 <= resource.getrlimit(kind)[0] < least:  # -1: no limit
+            text = f"`ulimit {option}` of this shell is too low to load torch: raise it"
+            raise UserError(text, on_every_rank=True)
     die_with_launcher()
 
 

@@ -2,7 +2,7 @@
 
 - Always on. Used by every script.
 - Interface, through addons.py: `explain`, which `utils.launch` asks about an exception that would
-  end the process; `check_limits`, before torch is imported.
+  end the process.
 - Without this file, such a process ends with Python's traceback.
 """
 
@@ -10,7 +10,6 @@ import contextlib
 import errno
 import os
 import re
-import resource
 import sys
 from pathlib import Path
 
@@ -20,19 +19,6 @@ from utils.errors import UserError
 # The packages of requirements.txt, by the name under which they are imported.
 REQUIRED = {name: name for name in ("torch", "torchvision", "tensorboard", "numpy", "tqdm")}
 REQUIRED |= {"matplotlib": "matplotlib", "PIL": "pillow", "google": "protobuf"}
-MANY_FILES = "too many open files for this shell's limit: raise it (`ulimit -n 4096`)"
-
-
-def check_limits() -> None:
-    """Raise `UserError` in a shell whose limits are too low for torch: it would abort, or hang."""
-    files, memory = (
-        resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_AS)
-    )
-    if 0 <= files < 64:  # -1: no limit
-        raise UserError(MANY_FILES, on_every_rank=True)
-    if 0 <= memory < 4 * 2**30:
-        text = f"too little memory to start, {memory / 2**30:.1f} GiB: raise `ulimit -v`"
-        raise UserError(text, on_every_rank=True)
 
 
 def explain(error: BaseException) -> UserError | None:
@@ -56,7 +42,7 @@ def explain(error: BaseException) -> UserError | None:
     if isinstance(error, MemoryError):
         return UserError(f"too little memory ({text}): close other programs, or raise `ulimit -v`")
     if getattr(error, "errno", None) == errno.EMFILE:
-        return UserError(MANY_FILES)
+        return UserError("too many open files for this shell: raise the limit (`ulimit -n 4096`)")
     if getattr(error, "errno", None) == errno.ENOSPC:
         return _error_of_shm()
     if not isinstance(error, RuntimeError):

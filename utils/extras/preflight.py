@@ -440,7 +440,7 @@ def compare_data(what: str, source: Any, world: Any) -> None:
             mismatch += f" ({first})"
     elif world.nodes > 1:
         mean, sizes = source.sample_sizes(SIZES) if world.local_rank == 0 else (0.0, "")
-        fact = {f"the size of files in {what}": f"{mean:.0f} bytes on average ({sizes})"}
+        fact = {f"the size of files in {what}": f"{mean:.3f} bytes on average ({sizes})"}
         mismatch = describe_mismatch(gather((me, fact), world)[:: world.local_size])
     if mismatch:
         raise UserError(mismatch, on_every_rank=True)
