@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from utils import errors
 from utils.errors import BAD_INPUT, LOST_PEER, UserError
-from utils.launch import job_exit_code
+from utils.launch import job_exit_code, shell_exit_code
 
 signals: list[int] = []  # that this process has received
 codes: list[int] = []  # of the training processes that one of them has ended
@@ -58,28 +58,19 @@ def main() -> int:
         # Those that torchrun has ended for the failure of another are later than this.
         latest = failed.get_first_failure()[1].timestamp + 1  # in whole seconds
         ended = [one for one in failed.failures.values() if one.timestamp <= latest]
-        return exit_code(job_exit_code([one.exitcode for one in ended]))
+        return shell_exit_code(job_exit_code([one.exitcode for one in ended]))
     except SignalException:
         if signals.count(signal.SIGINT) > 1:
             return 128 + signal.SIGINT
         failed = [code for code in codes if code]
         if not codes:
             raise UserError("interrupted before training began", code=128 + signals[0]) from None
-        return exit_code(BAD_INPUT if BAD_INPUT in codes else max(failed, default=0))
+        return shell_exit_code(BAD_INPUT if BAD_INPUT in codes else max(failed, default=0))
     except (RuntimeError, RendezvousError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         text = f"torchrun could not meet the other nodes: {first}"
         raise UserError(text, code=LOST_PEER) from None
     return 0
-
-
-def exit_code(code: int) -> int:
-    """For a shell; ``code`` is below 0 for a process that a signal has killed."""
-    if code >= 0:
-        return code
-    name = signal.Signals(-code).name
-    print(f"error: a training process was killed by {name}", file=sys.stderr, flush=True)
-    return 128 - code
 
 
 if __name__ == "__main__":

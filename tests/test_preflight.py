@@ -95,7 +95,7 @@ def test_strangers_at_the_port_are_ignored(line, port):
     with begun(line(0)) as first:
         first.until("waiting at")
         strangers = [socket.create_connection((HERE, port)) for _ in range(100)]
-        said = (b"GET / HTTP/1.1\r\n\r\n", b"{}\n", b"[" * 100_000 + b"\n", b'{"greeting": 1}\n')
+        said = (b"GET / HTTP/1.1\r\n\r\n", b"{}\n", b"[" * 100_000 + b"\n", b'{"rank": 1}\n')
         for text, stranger in zip(said, strangers, strict=False):
             stranger.sendall(text)
         (other,) = shell(line(1))
@@ -106,7 +106,7 @@ def test_strangers_at_the_port_are_ignored(line, port):
 
 def test_a_stranger_who_poses_as_a_node_cannot_keep_the_others_waiting(line, port):
     """Nor do its words reach the terminal as they are."""
-    facts = {"rank": 1, "nodes": 2, "ports": [1, 2], "greeting": preflight.GREETING}
+    facts = {"rank": 1, "nodes": 2, "ports": [1, 2]}
     facts |= {"host": "a\x1b[2J\nb", "name": "a\x1b[2J (node 1)"}
     agree = {"this code": preflight.code(), "torch": preflight.release(torch.__version__)}
     facts["agree"] = {preflight.PROCESSES: 1} | agree

@@ -197,13 +197,7 @@ def supervise(worker: Callable[[Any], int], args: Any, environments: list[dict[s
             if child.pid and child.is_alive():
                 child.kill()
         del os.environ[LAUNCHER]
-    if interrupts > 1:
-        return 128 + signal.SIGINT
-    if code < 0:
-        name = signal.Signals(-code).name
-        print(f"error: a training process was killed by {name}", file=sys.stderr, flush=True)
-        return 128 - code
-    return code
+    return 128 + signal.SIGINT if interrupts > 1 else shell_exit_code(code)
 
 
 def _wait_for(children: list[Any]) -> int:
@@ -238,6 +232,15 @@ def job_exit_code(codes: list[int]) -> int:
     failed = [code for code in codes if code]
     followed = (LOST_PEER, INTERRUPTED, -signal.SIGTERM)
     return next((code for code in failed if code not in followed), failed[0] if failed else 0)
+
+
+def shell_exit_code(code: int) -> int:
+    """The exit code for a shell. A signal, below 0, is reported as an error."""
+    if code >= 0:
+        return code
+    name = signal.Signals(-code).name
+    print(f"error: a training process was killed by {name}", file=sys.stderr, flush=True)
+    return 128 - code
 
 
 def _child(worker: Callable[[Any], int], args: Any, variables: dict[str, Any]) -> None:

@@ -41,7 +41,6 @@ PORTS = 2  # tried on each node: a firewall may have one of them open by chance
 TRIES, TRY_SECONDS = 32, 2.0  # connections that a node tries at once, and for how long
 LONGEST = 2**20  # bytes of a message
 SIZES = 1000  # files
-GREETING = "imagenet pre-flight check"
 PROCESSES = "number of processes per node"
 NODES = "number of nodes (--world-size, WORLD_SIZE or NODES)"
 SAME_PORT = "port (--dist-url or MASTER_PORT)"
@@ -60,8 +59,8 @@ def meet(rank: int, nodes: int, processes: int, master: tuple[str, int], wait: f
     host, is_here = socket.gethostname(), is_own(master[0])
     agree = {PROCESSES: processes, "this code": code()}
     agree["torch"] = release(importlib.metadata.version("torch"))
-    me: Facts = {"greeting": GREETING, "rank": rank, "nodes": nodes, "agree": agree}
-    me |= {"host": host, "name": f"{host} (node {rank})"}
+    me: Facts = {"rank": rank, "nodes": nodes, "host": host, "name": f"{host} (node {rank})"}
+    me["agree"] = agree
     instead = None
     with contextlib.ExitStack() as stack:
         doors = [stack.enter_context(_listen(0)) for _ in range(PORTS)]  # the kernel accepts
@@ -130,6 +129,7 @@ class Leader:
 
     def __init__(self, me: Facts, master: tuple[str, int], server: socket.socket):
         self.there = f"{master[0]}:{master[1]}"
+        self.kinds = {key: type(value) for key, value in me.items()}  # of a node's facts
         # Node 0 may know itself by an address at which nobody else reaches it.
         self.nodes: dict[int, Facts] = {0: me | {"address": master[0]}}  # those here, by rank
         self.sent: queue.SimpleQueue[tuple[Facts, Facts | None]] = queue.SimpleQueue()
@@ -143,14 +143,16 @@ class Leader:
     def _read(self, connection: socket.socket, address: tuple) -> None:
         """Queue what a node sends, and None when it has left. Another program is ignored."""
         node: Facts = {"connection": connection, "address": address[0].removeprefix("::ffff:")}
-        with connection, connection.makefile("rb") as file:
-            try:
+        with (
+            connection,
+            connection.makefile("rb") as file,
+            contextlib.suppress(OSError, ValueError),
+        ):
+            message = receive(file)
+            while {key: type(message.get(key)) for key in self.kinds} == self.kinds:
+                self.sent.put((node, message | node))
                 message = receive(file)
-                while message.get("greeting") == GREETING:
-                    self.sent.put((node, message))
-                    message = receive(file)
-            except (OSError, ValueError):
-                self.sent.put((node, None))
+        self.sent.put((node, None))
 
     def lead(self, clock: Clock) -> None:
         """Lead all nodes through the check, and send them its result. Raises: `UserError`."""
@@ -219,7 +221,7 @@ class Leader:
         self._tell_all(connect=targets)
         deadline = time.monotonic() + PATIENCE + TRY_SECONDS * PORTS * len(everyone) / TRIES
         everyone[0]["closed"] = try_ports(targets, everyone[0]["name"])
-        while waiting := [node for node in everyone if "closed" not in node]:
+        while waiting := [one for one in everyone if not isinstance(one.get("closed"), list)]:
             if waiting[0]["rank"] not in self.nodes or time.monotonic() > deadline:
                 raise UserError(f"{waiting[0]['name']} was lost in the pre-flight check")
             self._step()
@@ -465,9 +467,9 @@ def describe_mismatch(entries: list[tuple[str, Mapping[str, Any]]]) -> str | Non
     ``entries``: for each process its node's name, and its facts by name ("this code", "torch" ...).
     A fact may be a mapping itself, such as each file's checksum.
     """
-    for name, first in entries[0][1].items():
-        column = [(node, facts[name]) for node, facts in entries]
-        if not isinstance(first, Mapping):
+    for name in entries[0][1]:
+        column = [(node, facts.get(name)) for node, facts in entries]
+        if not all(isinstance(value, Mapping) for _, value in column):
             column = [(node, {"": value}) for node, value in column]
         if difference := first_difference(column):
             remedy = REMEDY.get(name, "make it the same on every node")
