@@ -44,8 +44,8 @@ def spaces(*kinds: str) -> Namespaces:
     """Namespaces of these kinds; the test is skipped where they are not allowed."""
     try:
         return Namespaces(kinds)
-    except UserError as fault:
-        pytest.skip(str(fault))
+    except UserError as error:
+        pytest.skip(str(error))
 
 
 class Node:
@@ -109,8 +109,8 @@ class Node:
 
     def run(self, command: str | list[str], env=None, cwd=ROOT) -> Result:
         """Run a command inside, wait for it, and return its exit code, output and error output."""
-        with Typed(self, command, cwd, **(env or {})) as typed:
-            return typed.result()
+        with Typed(self, command, cwd, **(env or {})) as running:
+            return running.result()
 
     def type(self, command: str | list[str], **env: str) -> "Typed":
         """Start a command inside whose lines can be waited for; see `running.Running`."""
@@ -119,12 +119,12 @@ class Node:
     def processes(self) -> set[Process]:
         """What lives in here, except what belongs to the node itself: its first program, sshd."""
         own = ("sleep infinity", "sshd: ", "/usr/sbin/sshd", "nsenter ")
-        space, found = os.readlink(f"/proc/{self.spaces.first}/ns/pid"), set()
+        space, processes = os.readlink(f"/proc/{self.spaces.first}/ns/pid"), set()
         for one in everyone():
             with contextlib.suppress(OSError):
                 if os.readlink(f"/proc/{one.pid}/ns/pid") == space:
-                    found.add(one)
-        return {one for one in found if one.lives() and not one.command.startswith(own)}
+                    processes.add(one)
+        return {one for one in processes if one.lives() and not one.command.startswith(own)}
 
     def link(self, up: bool) -> None:
         """Plug the network cable in or out, without either side noticing."""
@@ -172,11 +172,11 @@ class Typed(Running):
 def type_on_each(nodes: list[Node], line: str, **env: str) -> list[Result]:
     """Type the line on every node, with {rank}, {n} and {ip} of node 0 filled in; how they end."""
     with contextlib.ExitStack() as stack:
-        typed = []
+        commands = []
         for rank, node in enumerate(nodes):
             command = line.format(rank=rank, n=len(nodes), ip=nodes[0].ip)
-            typed.append(stack.enter_context(node.type(command, **env)))
-        return [one.result() for one in typed]
+            commands.append(stack.enter_context(node.type(command, **env)))
+        return [one.result() for one in commands]
 
 
 class Nodes:

@@ -20,7 +20,7 @@ import pytest
 import torch
 from conftest import ROOT, SMALL, STAND_IN, TIMEOUT, Result, environment, scalars
 
-# A model that costs next to nothing, for a typed line; needs the environment of `tiny`.
+# A model that costs next to nothing, for a command line; needs the environment of `tiny`.
 TINY_LINE = "-a tiny_plain --image-size 32 -b 5 -j 1"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 # Never the same twice: of an epoch, and of a step.
@@ -182,12 +182,12 @@ def _stat(pid: int) -> tuple[str, int, int, int]:
 
 def everyone() -> list[Process]:
     """All processes on the machine, including dead ones whose exit code nobody has collected."""
-    found = []
+    processes = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
-                found.append(Process(int(entry.name)))
-    return found
+                processes.append(Process(int(entry.name)))
+    return processes
 
 
 def descendants(pid: int) -> set[Process]:

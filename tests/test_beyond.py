@@ -19,7 +19,7 @@ HOSTS = "# two\nu@a slots=2 # one\n\nb ip=10.0.0.2  slots=2 runs=/r\n"
 
 
 @pytest.mark.parametrize(
-    ("typed", "hosts"),
+    ("words", "hosts"),
     [
         (f"-np 4 -H u@a:2,b:2 python {' '.join(DDP)}", [("u@a", 2, None), ("b", 2, None)]),
         (f"--python python -H a,b -- python {' '.join(DDP)}", [("a", 1, None), ("b", 1, None)]),
@@ -27,11 +27,11 @@ HOSTS = "# two\nu@a slots=2 # one\n\nb ip=10.0.0.2  slots=2 runs=/r\n"
         (f"FILE -np 2 -- {' '.join(DDP)}", [("u@a", 2, None)]),
     ],
 )
-def test_hosts_of_a_file_and_as_horovod_lists_them(tmp_path, typed, hosts):
+def test_hosts_of_a_file_and_as_horovod_lists_them(tmp_path, words, hosts):
     (tmp_path / "hosts").write_text(HOSTS)
-    options, command = launcher.parse(typed.replace("FILE", f"{tmp_path}/hosts").split())
-    found = launcher.machines_of(options)
-    assert [(host.address, host.slots, host.ip) for host in found] == hosts
+    options, command = launcher.parse(words.replace("FILE", f"{tmp_path}/hosts").split())
+    machines = launcher.machines_of(options)
+    assert [(host.address, host.slots, host.ip) for host in machines] == hosts
     assert command == DDP
 
 
@@ -39,7 +39,7 @@ ELASTIC = "-- imagenet_ddp.py --name a"
 
 
 @pytest.mark.parametrize(
-    ("program", "typed", "hosts", "named"),
+    ("program", "words", "hosts", "named"),
     [
         ("launcher", "FILE -- imagenet_ddp.py", "a\nb slot=2", "line 2"),
         ("launcher", "FILE -- imagenet_ddp.py", "a\nroot@a", "twice"),
@@ -51,14 +51,14 @@ ELASTIC = "-- imagenet_ddp.py --name a"
     ],
 )
 def test_errors_before_a_node_is_reached(
-    monkeypatch, capsys, tmp_path, program, typed, hosts, named
+    monkeypatch, capsys, tmp_path, program, words, hosts, named
 ):
     (tmp_path / "hosts").write_text(hosts)
     monkeypatch.setattr(launcher.Job, "run", None)  # a line that is not refused fails at once
     monkeypatch.setattr(ray_train, "ray", None)
     monkeypatch.setattr(hivemind_train, "hivemind", None)
     place = tmp_path if program == "hivemind_train" else tmp_path / "hosts"
-    monkeypatch.setattr(sys, "argv", [program, *typed.replace("FILE", str(place)).split()])
+    monkeypatch.setattr(sys, "argv", [program, *words.replace("FILE", str(place)).split()])
     with pytest.raises((UserError, SystemExit)) as ended:
         importlib.import_module(program).main()
     said = capsys.readouterr().err if ended.type is SystemExit else str(ended.value)

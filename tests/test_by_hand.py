@@ -115,9 +115,9 @@ def test_a_process_joins_by_its_own_device_threads_interface_and_limit(clean, no
     """Under every launcher."""
     rank, size, calls = 2 * nodes - 1, 2 * nodes, mock.Mock()
     os.environ.update(LAUNCHED, RANK=str(rank), WORLD_SIZE=str(size))
-    found = join(clean, visible, calls, sync_bn=bool(visible))
+    joined = join(clean, visible, calls, sync_bn=bool(visible))
     limit, device = world.timedelta(seconds=9), torch.device("cuda:1" if visible else "cpu")
-    assert found == world.World(device, rank, size, 1, 2, nodes, calls.new_group.return_value)
+    assert joined == world.World(device, rank, size, 1, 2, nodes, calls.new_group.return_value)
     gpu = [mock.call.set_device(device), mock.call.choose_kernels(device)]
     backend = "nccl" if visible else "gloo"
     assert calls.mock_calls == [
@@ -132,7 +132,7 @@ def test_a_process_joins_by_its_own_device_threads_interface_and_limit(clean, no
 
 
 @pytest.mark.parametrize(
-    ("visible", "fault", "words"),
+    ("visible", "error", "words"),
     [
         (1, None, "2 processes on this node, but it has only 1 GPUs"),
         (0, None, "--sync-bn needs GPUs"),
@@ -140,11 +140,11 @@ def test_a_process_joins_by_its_own_device_threads_interface_and_limit(clean, no
         (0, RuntimeError("timed out\nin C++"), r"rank 1 could not.* b:8 within 9 s.*out\)$"),
     ],
 )
-def test_a_process_that_cannot_join_says_why(clean, visible, fault, words):
+def test_a_process_that_cannot_join_says_why(clean, visible, error, words):
     os.environ.update(LAUNCHED)
-    calls = mock.Mock(**{"init_process_group.side_effect": fault})
+    calls = mock.Mock(**{"init_process_group.side_effect": error})
     with pytest.raises(UserError, match=words):
-        join(clean, visible, calls, sync_bn=not fault)
+        join(clean, visible, calls, sync_bn=not error)
 
 
 def test_options_have_the_names_that_people_know(folder, parse):
@@ -165,7 +165,7 @@ DIFFERENT = [
     ("--lr 0.3", "--lr 0.4", f"{DIFFERS}lr: 0.3 on {{0}}, 0.4 on {{1}}"),
     ("--seed 1 --mixup 0.2 --comm int8", "-b 6 --amp off -a vgg11 --image-size 64", MANY),
     ("--resume a.pt", "", f"{DIFFERS}resume: True on {{0}}, False on {{1}}"),
-    # Not typed, but what is found.
+    # Not options, but properties of the node.
     ("code=1", "code=2", "this code differs between the nodes: a.py: 1 on {0}, 2 on {1}"),
     ("release=2.13", "release=2.14", "torch differs between the nodes: 2.13 on {0}, 2.14 on {1}"),
     ("script=nd", "script=dp", "the training script differs between the nodes: nd on {0}, dp on"),
@@ -178,7 +178,7 @@ DIFFERENT = [
 
 
 class Built(Exception):
-    """Training goes on to its model."""
+    """Training has come to its model."""
 
 
 def _ends(lines: list[tuple], folder: Path, rank: int, size: int) -> list[str]:
@@ -186,15 +186,15 @@ def _ends(lines: list[tuple], folder: Path, rank: int, size: int) -> list[str]:
     import imagenet_ddp as script
     from utils import models
 
-    found: list[str] = []
+    results: list[str] = []
     os.environ.update(LAUNCHED, RANK=str(rank), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     for number, words in enumerate(lines):
         how = functools.partial(dist.init_process_group, init_method=f"file://{folder}/{number}")
         facts = {"code": "1", "release": "2.14", "data": "folder", "script": "ddp"}
         facts |= dict(word.split("=") for word in words[rank].split() if "=" in word)
-        typed = [word for word in words[rank].split() if "=" not in word]
-        line = [facts["script"], *typed, str(folder / facts["data"])]
+        options = [word for word in words[rank].split() if "=" not in word]
+        line = [facts["script"], *options, str(folder / facts["data"])]
         with (
             mock.patch.object(sys, "argv", line),
             mock.patch.object(dist, "init_process_group", how),
@@ -207,11 +207,11 @@ def _ends(lines: list[tuple], folder: Path, rank: int, size: int) -> list[str]:
             try:
                 script.main()
             except UserError as error:
-                found.append(f"{error.code} {error}")
+                results.append(f"{error.code} {error}")
             except Built:
-                found.append(f"built {said.getvalue()}")
+                results.append(f"built {said.getvalue()}")
         dist.destroy_process_group()
-    return found
+    return results
 
 
 def test_what_differs_ends_every_node_with_one_error(folder, tmp_path):
@@ -220,10 +220,10 @@ def test_what_differs_ends_every_node_with_one_error(folder, tmp_path):
     with open(tmp_path / "shrunk/train/class_1/003.JPEG", "ab") as changed:
         changed.write(b"x")
     (tmp_path / "other/train/class_2/000.JPEG").unlink()
-    found = in_processes(2, functools.partial(_ends, DIFFERENT, tmp_path), join=False)
-    assert found[0][:-1] == found[1][:-1]
+    results = in_processes(2, functools.partial(_ends, DIFFERENT, tmp_path), join=False)
+    assert results[0][:-1] == results[1][:-1]
     nodes = [f"{socket.gethostname()} (node {number})" for number in range(2)]
-    for (*_, message), end in zip(DIFFERENT, found[0], strict=True):
+    for (*_, message), end in zip(DIFFERENT, results[0], strict=True):
         assert end.startswith(f"2 {message.format(*nodes)}" if message else "built"), end
     noted = "note: --name differs between the nodes: a on {}, b on {}".format(*nodes)
-    assert noted in found[0][-1] and noted not in found[1][-1]
+    assert noted in results[0][-1] and noted not in results[1][-1]

@@ -24,7 +24,7 @@ REMOTE = "NCCL error in: a.cpp:1, remote process exited or there was a network e
 
 
 def test_a_process_that_lost_a_peer_has_an_exit_code_of_its_own(monkeypatch):
-    """Schedulers and the launcher over ssh tell by it that a new attempt makes sense."""
+    """Schedulers and the launcher over ssh see by it that a new attempt makes sense."""
     for name, value in (alone() | {"GLOO_SOCKET_IFNAME": "lo"}).items():
         monkeypatch.setenv(name, value)
     args = SimpleNamespace(dist_backend=None, dist_timeout=9.0, sync_bn=False, name=None)
@@ -37,7 +37,7 @@ def test_a_process_that_lost_a_peer_has_an_exit_code_of_its_own(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("fault", "peers", "words"),
+    ("error", "peers", "words"),
     [
         (RuntimeError(CLOSED), PEERS, ("rank 0 of 4 on a", "ranks 2, 3 on b", "was killed")),
         (RuntimeError("gloo: Timed out waiting 5000ms"), PEERS[1:3], ("rank 1", "within 9 s")),
@@ -48,10 +48,10 @@ def test_a_process_that_lost_a_peer_has_an_exit_code_of_its_own(monkeypatch):
         (TimeoutError(110, "NFS"), PEERS, ()),
     ],
 )
-def test_a_failed_collective_is_explained(fault, peers, words):
-    """Other faults keep their traceback."""
-    assert is_lost_peer(fault) == bool(words)
-    sentence = explain(fault, 0, peers, 9)
+def test_a_failed_collective_is_explained(error, peers, words):
+    """Other errors keep their traceback."""
+    assert is_lost_peer(error) == bool(words)
+    sentence = explain(error, 0, peers, 9)
     for word in words:
         assert word in sentence
         assert "--resume" in sentence
@@ -71,8 +71,8 @@ def test_torchrun_restarts_continue_from_the_snapshot(folder, tmp_path):
     assert result.code == 0, result.out + result.err
     assert f"process {killed} on" in result.out
     assert re.search(r"resumed from \S+: epoch 2, step 0", result.out)
-    found = summary(tmp_path / "a")
-    assert (found["finished_because"], found["epochs_done"]) == ("epochs", 2)
+    facts = summary(tmp_path / "a")
+    assert (facts["finished_because"], facts["epochs_done"]) == ("epochs", 2)
 
 
 @pytest.mark.parametrize("more", [(), NAMED[:2], (*NAMED, "--start-epoch", "1")])

@@ -147,7 +147,7 @@ def test_a_run_that_cannot_be_continued_is_left_as_it_was(folder, tmp_path):
 
 
 def test_shortages_that_torch_reports():
-    """Other faults keep their traceback."""
+    """Other errors keep their traceback."""
     for text, words in (
         ("CUDA out of memory. Tried to allocate 3.06 GiB. GPU 0", "the GPU is out of memory"),
         ("DataLoader worker (pid(s) 7, 8) exited unexpectedly", "worker 7, 8 exited"),
@@ -207,7 +207,7 @@ def test_no_snapshot_is_written_once_the_loss_is_no_number(folder, tmp_path):
 # ---- several processes
 
 
-FOUND_BY = """
+RAISED_BY = """
 import os, time
 from utils import launch
 from utils.errors import UserError
@@ -219,24 +219,24 @@ launch.run_main(main)
 """
 
 
-def test_torchrun_tells_what_the_slowest_process_was_to_tell(tmp_path):
-    """torchrun ends rank 0 when rank 1 has ended, and rank 0 alone prints what both find."""
+def test_torchrun_ends_with_the_error_of_the_slowest_process(tmp_path):
+    """torchrun ends rank 0 when rank 1 has ended. Rank 0 alone prints an error that both have."""
     slow = tmp_path / "slow.py"
-    slow.write_text(FOUND_BY.format(seconds="4 * (os.environ['LOCAL_RANK'] == '0')", more=""))
+    slow.write_text(RAISED_BY.format(seconds="4 * (os.environ['LOCAL_RANK'] == '0')", more=""))
     done = python(*TORCHRUN, "--nproc_per_node=2", slow, PYTHONPATH=str(ROOT))
     assert done.code != 0
     assert done.err.count("error: the data folder is missing") == 2, "at once, and at the end"
     assert done.err.strip("=\n").endswith("error: the data folder is missing"), done.err
 
 
-def test_a_fault_that_the_first_process_does_not_find_is_told_by_the_other():
-    code = FOUND_BY.format(seconds=0, more="launch.REPORT_SECONDS = 0.1")
+def test_an_error_that_the_first_process_does_not_have_is_reported_by_the_other():
+    code = RAISED_BY.format(seconds=0, more="launch.REPORT_SECONDS = 0.1")
     done = python("-c", code, LOCAL_RANK="1", PYTHONPATH=str(ROOT))
     done.fails_with("folder is missing")
 
 
 def test_several_processes_report_an_error_once(data):
-    """Both ranks find it in their first batch."""
+    """Both ranks have it in their first batch."""
     for path in sorted((data / "train").glob("*/*.JPEG"))[:15]:
         path.write_text("not an image")
     options = ("-g", 2, "--max-bad-files", 2, "--output-dir", data.parent / "output", data)

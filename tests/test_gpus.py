@@ -27,7 +27,7 @@ SCRIPTS = sorted(path.stem for path in ROOT.glob("imagenet_*.py"))
 NEWEST_KERNELS = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
 
 
-def play(folder, driver="", *cards, fails=""):
+def simulate(folder, driver="", *cards, fails=""):
     """Put an nvidia-smi into ``folder``."""
     lines = [f"echo '{name}, {driver}.54, {capability}'" for name, capability in cards]
     lines.append("echo WARNING: infoROM is corrupted at gpu 0000:00:1E.0")  # as some cards have
@@ -74,18 +74,18 @@ def bin_folder(tmp_path, monkeypatch):
 )
 def test_torch_is_chosen_by_driver_and_gpus(bin_folder, tmp_path, driver, cards, expected):
     """As nvidia-smi reports them; without it, by the files of the driver."""
-    play(bin_folder, driver, *cards)
+    simulate(bin_folder, driver, *cards)
     by_smi = choose_torch.look(tmp_path / "none")
     (bin_folder / "nvidia-smi").unlink()
-    for found in (by_smi, choose_torch.look(loaded_driver(tmp_path / "proc", driver, *cards))):
-        assert [name for name, _ in found.gpus] == [name for name, _ in cards]
+    for machine in (by_smi, choose_torch.look(loaded_driver(tmp_path / "proc", driver, *cards))):
+        assert [name for name, _ in machine.gpus] == [name for name, _ in cards]
         if expected.startswith("constraints"):
-            file, why = choose_torch.choose(found)
+            file, why = choose_torch.choose(machine)
             assert file == expected
             assert f"{cards[0][0]}" in why and f"driver {driver}.54" in why
         else:
             with pytest.raises(UserError, match=expected):
-                choose_torch.choose(found)
+                choose_torch.choose(machine)
 
 
 def test_without_a_driver_the_newest_is_chosen(bin_folder, tmp_path):
@@ -93,7 +93,7 @@ def test_without_a_driver_the_newest_is_chosen(bin_folder, tmp_path):
         choose_torch.NEWEST,
         "no NVIDIA GPU here",
     )
-    play(bin_folder, fails="echo No devices were found; exit 6")
+    simulate(bin_folder, fails="echo No devices were machine; exit 6")
     assert choose_torch.choose(choose_torch.look(tmp_path))[0] == choose_torch.NEWEST
 
 
@@ -102,13 +102,13 @@ def test_without_a_driver_the_newest_is_chosen(bin_folder, tmp_path):
     [(f"echo {MISMATCH}; exit 18", "mismatch.*reboot"), ("exec sleep 600", "did not answer")],
 )
 def test_an_nvidia_smi_that_fails_or_hangs(bin_folder, tmp_path, monkeypatch, fails, words):
-    play(bin_folder, fails=fails)
-    found = choose_torch.look(loaded_driver(tmp_path / "proc", "535", T4), limit=0.5)
+    simulate(bin_folder, fails=fails)
+    machine = choose_torch.look(loaded_driver(tmp_path / "proc", "535", T4), limit=0.5)
     with pytest.raises(UserError, match=words):
-        choose_torch.choose(found)
+        choose_torch.choose(machine)
     for hidden in ("-1", "NoDevFiles"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-        assert choose_torch.choose(found)[0] == choose_torch.NEWEST
+        assert choose_torch.choose(machine)[0] == choose_torch.NEWEST
 
 
 def test_kernels_run_on_later_minor_versions_and_ptx_on_all_later_ones():
@@ -122,7 +122,7 @@ def test_kernels_run_on_later_minor_versions_and_ptx_on_all_later_ones():
         assert has_kernels(capability, built_for) is expected, (capability, built_for)
 
 
-def played_torch(monkeypatch, *seen, cuda="13.0"):
+def simulated_torch(monkeypatch, *seen, cuda="13.0"):
     """A torch that sees the GPUs ``seen``."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.version, "cuda", cuda)
@@ -150,8 +150,8 @@ def played_torch(monkeypatch, *seen, cuda="13.0"):
 def test_gpus_that_torch_cannot_use_are_an_error(
     bin_folder, tmp_path, monkeypatch, driver, cards, seen, cuda, words
 ):
-    play(bin_folder, driver, *cards, fails="" if driver else f"echo {MISMATCH}; exit 18")
-    played_torch(monkeypatch, *seen, cuda=cuda)
+    simulate(bin_folder, driver, *cards, fails="" if driver else f"echo {MISMATCH}; exit 18")
+    simulated_torch(monkeypatch, *seen, cuda=cuda)
     text = choose_torch.explain(choose_torch.look(tmp_path / "none"))
     for word in (f"torch {torch.__version__} (CUDA {cuda})", 'CUDA_VISIBLE_DEVICES=""', *words):
         assert word in text
@@ -159,7 +159,7 @@ def test_gpus_that_torch_cannot_use_are_an_error(
     with pytest.raises(UserError, match=r"torch .* cannot use the GPUs of this machine"):
         check_gpus()
     if seen:
-        played_torch(monkeypatch, T4, H100)
+        simulated_torch(monkeypatch, T4, H100)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     check_gpus()
@@ -168,7 +168,7 @@ def test_gpus_that_torch_cannot_use_are_an_error(
 def test_without_gpus_there_is_no_error(bin_folder):
     """A machine for many tasks may have nvidia-smi all the same."""
     check_gpus()
-    play(bin_folder, fails="echo No devices were found; exit 6")
+    simulate(bin_folder, fails="echo No devices were found; exit 6")
     check_gpus()
 
 
@@ -177,8 +177,8 @@ def test_every_script_ends_with_the_error(bin_folder, monkeypatch, folder, scrip
     # As under torchrun: the processes that a script starts itself have a torch of their own.
     for name, value in alone().items():
         monkeypatch.setenv(name, value)
-    play(bin_folder, "580", V100)
-    played_torch(monkeypatch, V100)
+    simulate(bin_folder, "580", V100)
+    simulated_torch(monkeypatch, V100)
     monkeypatch.setattr(sys, "argv", [f"{script}.py", "-a", "resnet18", str(folder)])
     with pytest.raises(UserError, match=r"torch.*cannot use the GPUs") as caught:
         importlib.import_module(script).main()
@@ -186,7 +186,7 @@ def test_every_script_ends_with_the_error(bin_folder, monkeypatch, folder, scrip
 
 
 def test_wrappers_end_with_the_error_and_without_gpus_the_log_says_so(bin_folder, tmp_path, folder):
-    play(bin_folder, "515", T4)
+    simulate(bin_folder, "515", T4)
     wrappers = ("one_node_train.sh 1", "multi_node_train.sh 1 0 2", "elastic_train.sh 1 1:2")
     set_up = f"export CUDA_VISIBLE_DEVICES=0 MASTER_ADDR=127.0.0.1 PATH={bin_folder}:$PATH"
     for result in shell(*(f"{set_up}; bash scripts/{one} name 4 -- {folder}" for one in wrappers)):
@@ -201,15 +201,15 @@ def test_wrappers_end_with_the_error_and_without_gpus_the_log_says_so(bin_folder
 def test_the_choice_of_torch_ends_with_its_shell(bin_folder, tmp_path):
     """nvidia-smi hangs; the shell is killed."""
     note = tmp_path / "asks"
-    play(bin_folder, fails=f"echo $PPID $$ >{note}.new; mv {note}.new {note}; exec sleep 600")
+    simulate(bin_folder, fails=f"echo $PPID $$ >{note}.new; mv {note}.new {note}; exec sleep 600")
     path = f"{bin_folder}:{os.environ['PATH']}"
     line = f"PATH={path}; source scripts/environment.sh; choose_python"
-    typed = subprocess.Popen(["bash", "-c", line], cwd=ROOT, env=activated(), text=True)
+    process = subprocess.Popen(["bash", "-c", line], cwd=ROOT, env=activated(), text=True)
     assert eventually(note.exists)
     choosing, nvidia_smi = map(Process, map(int, note.read_text().split()))
     assert "choose_torch.py" in choosing.command
-    typed.kill()
-    typed.wait()
+    process.kill()
+    process.wait()
     ended = eventually(lambda: not choosing.lives(), 15)
     os.kill(nvidia_smi.pid, signal.SIGKILL)
     assert ended
@@ -268,16 +268,16 @@ def test_the_set_up_installs_a_torch_for_the_driver_once(set_up):
         (550, more, []),
         (580, (), [choose_torch.NEWEST]),
     ):
-        play(set_up.bin, driver, T4)
+        simulate(set_up.bin, driver, T4)
         code, out = set_up.run(*files, VIRTUAL_ENV="")
         assert (code, set_up.installed()) == (0, installed), out
         assert f"using {set_up.root}/.venv/bin/python" in out
-        told = "Tesla T4 (driver 550.54); newer versions of torch need driver 580" in out
-        assert told == (installed == [choose_torch.CUDA12])
+        noted = "Tesla T4 (driver 550.54); newer versions of torch need driver 580" in out
+        assert noted == (installed == [choose_torch.CUDA12])
 
 
 def test_the_set_up_says_what_it_lacks(set_up):
-    play(set_up.bin, "515", T4)
+    simulate(set_up.bin, "515", T4)
     code, out = set_up.run(VIRTUAL_ENV="")
     assert code == 2
     assert "error: Tesla T4 (driver 515.54): torch needs driver 525" in out
@@ -309,7 +309,7 @@ def test_an_active_environment_is_taken_when_its_torch_can_use_the_gpus(set_up):
         ("525", "", [choose_torch.CUDA12], f"{own}/bin/python"),
     ):
         if driver:
-            play(set_up.bin, driver, T4)
+            simulate(set_up.bin, driver, T4)
         code, out = set_up.run(**path, TORCH=torch_of)
         assert (code, set_up.installed()) == (0, installed), out
         assert f"using {used}\n" in out

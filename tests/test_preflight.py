@@ -29,10 +29,10 @@ def port() -> int:
 def line(port):
     """Gives the command of the check, which the wrappers run before torchrun."""
 
-    def typed(rank, nodes=2, processes=1, wait=60, master=HERE):
+    def command(rank, nodes=2, processes=1, wait=60, master=HERE):
         return f"python -m utils.extras.preflight {rank} {nodes} {processes} {master}:{port} {wait}"
 
-    return typed
+    return command
 
 
 def begun(line: str) -> Running:
@@ -218,7 +218,7 @@ def test_a_master_that_starts_late_is_waited_for(port, monkeypatch, capsys):
 
 
 def test_the_port_is_free_as_soon_as_all_nodes_have_met(line, port):
-    """Node 0's process goes on, and torch's rendezvous takes the port at once."""
+    """Node 0's process continues, and torch's rendezvous takes the port at once."""
     code = (
         "import socket; from utils.extras import preflight\n"
         f"preflight.meet(0, 2, 1, ('{HERE}', {port}), 60)\n"

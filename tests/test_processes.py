@@ -26,7 +26,7 @@ WAYS = {
 
 
 def endless(way: str, folder: Path, runs: Path, step_seconds: float = 0.05, **more: str) -> Running:
-    """A run with two loader workers that goes on until something ends it."""
+    """A run with two loader workers that continues until something ends it."""
     script, options, launcher = WAYS[way]
     lasting = ("-a", "tiny_plain", "-b", "5", "--epochs", "10000", "-p", "1", "-j", "2")
     where = ("--output-dir", runs, "--name", "run", folder)
@@ -45,12 +45,12 @@ def all_gone(run: Running) -> bool:
 
 def marked(mark: str) -> list[Process]:
     """The living processes with ``mark`` in their environment, whoever is their parent now."""
-    found = []
+    processes = []
     for one in everyone():
         with contextlib.suppress(OSError):
             if mark.encode() in Path(f"/proc/{one.pid}/environ").read_bytes() and one.lives():
-                found.append(one)
-    return found
+                processes.append(one)
+    return processes
 
 
 @pytest.mark.parametrize(
@@ -111,14 +111,14 @@ def test_a_killed_loader_worker_is_named(folder, tmp_path):
         os.kill(victim, signal.SIGKILL)
         result = run.result()
         assert result.code == 2, result.err
-        told = rf"worker {victim} (is killed by signal: Killed|exited).* \(-j\)"
-        assert re.search(told, result.sentence)
+        message = rf"worker {victim} (is killed by signal: Killed|exited).* \(-j\)"
+        assert re.search(message, result.sentence)
         assert all_gone(run)
 
 
 def test_a_terminals_interrupt_ends_two_processes_with_a_snapshot(folder, tmp_path):
     """It reaches the launcher, the ranks and their loader workers, old and new, all at once."""
-    # With room for the names of sockets, which would be left behind in it.
+    # Short enough for the names of sockets, which would be left behind in it.
     with (
         tempfile.TemporaryDirectory(dir="/tmp") as short,
         endless("spawn", folder, tmp_path, TMPDIR=short) as run,
@@ -137,7 +137,7 @@ def test_a_terminals_interrupt_ends_two_processes_with_a_snapshot(folder, tmp_pa
 
 @pytest.mark.parametrize("way", [pytest.param("spawn", marks=pytest.mark.long), "torchrun"])
 def test_temporary_folders_of_a_killed_run_are_removed_by_the_next(folder, tmp_path, way):
-    """Those of a run that still goes on are not."""
+    """Those of a run that still continues are not."""
 
     def left() -> set[str]:
         return {

@@ -50,9 +50,9 @@ def polled(seconds: float, rank: int, size: int) -> dict[str, Any]:
 def test_two_ranks_stop_at_the_same_step(seconds, late):
     """One step after the vote, where steps are short. A snapshot waits until the last one is
     written."""
-    wanted = {"due": [6 + late, 16 + late], "stopped after": 21 + late}
-    wanted["reason"] = Reason.INTERRUPTED
-    assert in_processes(2, functools.partial(polled, seconds)) == [wanted, wanted]
+    expected = {"due": [6 + late, 16 + late], "stopped after": 21 + late}
+    expected["reason"] = Reason.INTERRUPTED
+    assert in_processes(2, functools.partial(polled, seconds)) == [expected, expected]
 
 
 # ---- the end of a run
@@ -84,12 +84,12 @@ def test_a_signal_while_the_test_images_are_evaluated(finished):
         result = command.result()
     assert result.code == INTERRUPTED, result.err
     assert "continue" in result.out
-    found = summary(run)
-    assert (found["finished_because"], found["epochs_done"]) == ("interrupted", 1)
-    assert "test_top1" not in found
+    facts = summary(run)
+    assert (facts["finished_because"], facts["epochs_done"]) == ("interrupted", 1)
+    assert "test_top1" not in facts
     train("imagenet_nd.py", *words)
-    found = summary(run)
-    assert (found["finished_because"], found["test_images"]) == ("epochs", 21)
+    facts = summary(run)
+    assert (facts["finished_because"], facts["test_images"]) == ("epochs", 21)
 
 
 @pytest.mark.parametrize(
@@ -105,10 +105,10 @@ def test_used_up_time_counts_after_a_resume(finished, used, ended, epochs, step)
     content["progress"]["elapsed"] = used
     torch.save(content, run / "snapshot.pt")
     train("imagenet_nd.py", *line(finished, ended, 2), "--train-time", "1")
-    found, progress = summary(run), snapshot(run)["progress"]
-    assert (found["finished_because"], found["epochs_done"]) == (ended, epochs)
-    assert (found["test_images"], progress["step"]) == (21, step)
-    assert found["elapsed_seconds"] >= progress["elapsed"] > used
+    facts, progress = summary(run), snapshot(run)["progress"]
+    assert (facts["finished_because"], facts["epochs_done"]) == (ended, epochs)
+    assert (facts["test_images"], progress["step"]) == (21, step)
+    assert facts["elapsed_seconds"] >= progress["elapsed"] > used
 
 
 # ---- --spot-notice
@@ -117,7 +117,7 @@ NOTICE = json.dumps({"action": "terminate", "time": "2026-11-21T08:22:00Z"})
 
 
 class Service(ThreadingHTTPServer):
-    """A server on loopback that plays EC2's instance metadata service, token and all."""
+    """A server on loopback that simulates EC2's instance metadata service, token and all."""
 
     def __init__(self, fails: bool = False) -> None:
         super().__init__(("127.0.0.1", 0), Answer)

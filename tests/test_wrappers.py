@@ -13,7 +13,7 @@ from nodes import Nodes, type_on_each
 from running import TINY_LINE, Running, eventually, tiny
 
 SCRIPTS = ROOT / "scripts"
-INNER = ("environment.sh", "launch.sh")  # not typed by anybody
+INNER = ("environment.sh", "launch.sh")  # not commands
 WRAPPERS = sorted(path.name for path in SCRIPTS.glob("*.sh") if path.name not in INNER)
 WRAPPERS.append("train.sbatch")
 
@@ -29,7 +29,7 @@ def test_help_says_how_to_use_it(name, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def typed(command: str, folder: Path, **env: str) -> Result:
+def run_wrapper(command: str, folder: Path, **env: str) -> Result:
     """Run a wrapper in ``folder``."""
     (done,) = shell(f"cd {folder} && exec bash {SCRIPTS}/{command}", **env)
     return done
@@ -53,7 +53,7 @@ def test_a_wrong_argument_is_named_and_writes_nothing(command, named, tmp_path):
     here = tmp_path / "a" / "b"
     here.mkdir(parents=True)
     given = {} if named == "MASTER_ADDR" else {"MASTER_ADDR": "127.0.0.1"}
-    typed(command, here, **given).fails_with(named)
+    run_wrapper(command, here, **given).fails_with(named)
     assert sorted(tmp_path.rglob("*")) == [here.parent, here]
 
 
@@ -73,7 +73,7 @@ def test_arguments_reach_a_script_of_one_process(tmp_path):
     env = {"MASTER_ADDR": "x", "MASTER_PORT": "7", "WORLD_SIZE": "2", "NODE_RANK": "1"}
     env |= {"NPROC": "2", "ARCH": "vgg19", "DATA": "/d", "SCRIPT": "imagenet_nd.py"}
     command = "one_node_train.sh 1.5 mine 8 -- -p 3 --output-dir a --output-dir=b"
-    done = typed(command, tmp_path, **env, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    done = run_wrapper(command, tmp_path, **env, PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert (done.code, done.err) == (0, "")
     expected = "imagenet_nd.py -b 8 --train-time 1.5 --name mine --resume auto -a vgg19 -p 3"
     expected += " --output-dir a --output-dir=b /d at for launcher:mine"
@@ -92,7 +92,7 @@ def test_bad_input_ends_with_one_error(folder, tmp_path, wrapper, words, named):
     """Not with torchrun's stack trace, nor its exit code, nor after a hundred restarts."""
     command = f"{wrapper} 5 -- {TINY_LINE} {words.format(folder=folder)}"
     env = {"MASTER_ADDR": HERE, "MASTER_PORT": PORT, "NPROC": "2"}
-    done = typed(command, tmp_path, **tiny()[1], **env)
+    done = run_wrapper(command, tmp_path, **tiny()[1], **env)
     assert done.code == 2, done
     assert "Traceback" not in done.out + done.err
     assert named in done.sentence
@@ -189,8 +189,8 @@ def test_hosts_whose_own_names_do_not_resolve_can_train(folder, tmp_path):
         epoch = int(re.findall(r"Epoch (\d+)/10000 step", lost.out)[-1])
         results = type_on_each(nodes, f"{by_hand}{epoch + 1}", **env)
         assert [done.code for done in results] == [0, 0], results
-        found = summary(tmp_path / "by_hand")
-        assert [found[key] for key in ("world_size", "nodes")] == [2, 2]
+        facts = summary(tmp_path / "by_hand")
+        assert [facts[key] for key in ("world_size", "nodes")] == [2, 2]
 
         nodes[1].block_ports("1024-8887, 8889-65535")
         closed = "node0 (node 0) cannot connect to node1 (node 1)"
@@ -199,6 +199,6 @@ def test_hosts_whose_own_names_do_not_resolve_can_train(folder, tmp_path):
             for result in type_on_each(nodes, f"{by_hand}1", **env):
                 result.fails_with(closed, "open all TCP ports")
             assert elastic.result().code == 0
-        found = summary(tmp_path / "elastic")
-        assert [found[key] for key in ("world_size", "epochs_done")] == [2, 1]
+        facts = summary(tmp_path / "elastic")
+        assert [facts[key] for key in ("world_size", "epochs_done")] == [2, 1]
         assert eventually(lambda: not any(node.processes() for node in nodes))

@@ -160,7 +160,7 @@ def supervise(worker: Callable[[Any], int], args: Any, environments: list[dict[s
     SIGINT kills. When one process fails, the others get `GRACE_SECONDS` to exit (they often wait
     for the dead one) and are then killed.
     """
-    # torch.distributed.elastic's start_processes was tried in place of this, and not taken: after a
+    # torch.distributed.elastic's start_processes was measured and rejected here: after a
     # signal its close() does not return the exit codes (75: a snapshot was written), and kills at a
     # time limit; and when one process fails, it sends SIGTERM to the others at once, which then
     # cannot report the error that they share.
@@ -224,7 +224,7 @@ def _wait_for(children: list[Any]) -> int:
 
 
 def job_exit_code(codes: list[int]) -> int:
-    """Of the exit codes of a job's processes, the one that tells why it failed; 0 if none failed.
+    """Of the exit codes of a job's processes, the one that says why it failed; 0 if none failed.
 
     -N stands for death by signal N. A process that lost a killed one may be noticed first, so the
     codes that follow from another's failure count only if there is no other code.

@@ -45,7 +45,7 @@ class Trial:
         self.nodes, self.name, self.data = nodes, f"faults_{name}_{os.getpid()}", data
         self.lines: list[tuple[float, str, str]] = []  # when (monotonic), on which node, the text
         self.log = open(output_dir / f"{self.name}.log", "w", buffering=1)
-        self.typed: dict[int, Popen] = {}
+        self.jobs: dict[int, Popen] = {}
         self.options = (
             f"--image-size 32 -j 1 -p 1 --epochs 10000 --dist-timeout 30"
             f" --snapshot-minutes 0.05 --output-dir {output_dir}"
@@ -70,18 +70,18 @@ class Trial:
     def type(self, number: int, command: str, env: dict[str, str]) -> None:
         """Type a command on a node."""
         how = {"stdin": DEVNULL, "stdout": PIPE, "stderr": STDOUT, "text": True}
-        self.typed[number] = self.nodes[number].popen(command, env, **how)
-        self.log.write(f"typed on node{number}: {command}\n")
-        threading.Thread(target=self._read, args=(number, self.typed[number]), daemon=True).start()
+        self.jobs[number] = self.nodes[number].popen(command, env, **how)
+        self.log.write(f"started on node{number}: {command}\n")
+        threading.Thread(target=self._read, args=(number, self.jobs[number]), daemon=True).start()
 
-    def _read(self, number: int, typed: Popen) -> None:
-        for line in typed.stdout:
+    def _read(self, number: int, process: Popen) -> None:
+        for line in process.stdout:
             # The launcher over ssh puts the node's name in front.
-            found = re.match(r"(?:\[(node\d+)\] )?(.*)", line)
-            node, text = found[1] or f"node{number}", found[2]
+            match = re.match(r"(?:\[(node\d+)\] )?(.*)", line)
+            node, text = match[1] or f"node{number}", match[2]
             self.lines.append((time.monotonic(), node, text))
             self.log.write(f"{self.lines[-1][0]:.2f} {node}: {text}\n")
-        typed.wait()
+        process.wait()
 
     def wait_for_steps(self, nodes: int, since: float = 0.0) -> float:
         """Wait until training has been under way for a while, after ``since``, on so many nodes.
@@ -104,12 +104,12 @@ class Trial:
         assert eventually(steady, LIMIT), f"no steps on {nodes} nodes; see {self.log.name}"
         return times[0]
 
-    def row(self, fault: str, what: str, nodes: int, began: float, since: float = 0.0) -> None:
-        """Wait until training continues after ``since``; the fault was at ``began``."""
+    def row(self, event: str, what: str, nodes: int, began: float, since: float = 0.0) -> None:
+        """Wait until training continues after ``since``; the event was at ``began``."""
         seconds = self.wait_for_steps(nodes, since or began) - began
         starts = sum(moment > began and bool(START.match(text)) for moment, _, text in self.lines)
         assert starts or since, f"nothing was started again; see {self.log.name}"
-        print(f"| {fault} | {what} | {nodes} | {seconds:.1f} | {starts} |", flush=True)
+        print(f"| {event} | {what} | {nodes} | {seconds:.1f} | {starts} |", flush=True)
 
 
 def worker_killed(trial: Trial) -> None:
@@ -155,7 +155,7 @@ def master_killed(trial: Trial) -> None:
     noticed = time.monotonic()
     # torchrun itself waits for its rendezvous for many minutes.
     trial.nodes[1].run(f"bash scripts/cleanup.sh --name {trial.name} --grace 5")
-    trial.typed[1].wait()
+    trial.jobs[1].wait()
     ended = time.monotonic()
     trial.start(1, master=1)
     what = (

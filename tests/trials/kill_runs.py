@@ -89,8 +89,8 @@ class Case:
         for what, same in (("weights", assert_same_weights), ("curves", assert_same_curves)):
             try:
                 same(self.root / run, self.root / "whole")
-            except (AssertionError, OSError) as fault:
-                self.differs(run, f"has other {what}: {fault}")
+            except (AssertionError, OSError) as error:
+                self.differs(run, f"has other {what}: {error}")
 
     def compare_images(self, run: str) -> None:
         """Each attempt must begin at the position of its snapshot, and continue step by step."""
@@ -196,10 +196,10 @@ def main() -> int:
         cells += [case.signals[signum] for signum in SIGNALS[1:]]
         cells += [case.runs, case.steps_repeated, len(case.differences)]
         print("| " + " | ".join(map(str, cells)) + " |")
-    found = [text for case in cases for text in case.differences]
-    for text in found:
+    differences = [text for case in cases for text in case.differences]
+    for text in differences:
         print(f"error: {text}", file=sys.stderr)
-    return 1 if found else 0
+    return 1 if differences else 0
 
 
 if __name__ == "__main__":
