@@ -35,7 +35,7 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-# How the user continues this process's run; it ends a sentence. `utils.run_directory` changes it.
+# How the user continues this process's run: the end of a message. `utils.run_directory` changes it.
 how_to_continue = "run the same command with --resume auto"
 
 
