@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Kill launchers 0.05 to 8 s after their start, and count the processes that they leave behind.
 
-    python tests/trials/early_kills.py --runs 60
+    python tests/trials/early_kills.py --runs 60 DATA
 
-The runs take turns among five launch styles, a few at once, with SIGKILL to the process that was
-typed. All that it has started carries a mark in its environment, whoever is its parent by then.
-Prints a table; exit code 1 if anything is alive 25 s after a kill.
+The runs take turns among five launch styles, a few at once. SIGKILL goes to the launcher. All that
+it has started carries a mark in its environment, whoever is its parent by then. Prints a table;
+exit code 1 if anything is alive 25 s after a kill, or if a launcher ended before it.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def marked(mark: str) -> list[int]:
     return pids
 
 
-def kill_one(number: int, runs: Path) -> tuple[str, float, int, float]:
+def kill_one(number: int, runs: Path, data: Path) -> tuple[str, float, int, float]:
     """Style, seconds until the kill, processes left `SECONDS` later, seconds until none was."""
     style = list(STYLES)[number % len(STYLES)]
     mark = f"early_kill_{os.getpid()}_{number}"
@@ -52,13 +52,14 @@ def kill_one(number: int, runs: Path) -> tuple[str, float, int, float]:
     words += ["-a", "resnet18", "--image-size", "32", "-j", "1", "--epochs", "9"]
     if not style.endswith(".sh"):
         words += ["-b", "4"]
-    words += ["--output-dir", str(runs / str(number)), os.environ["DATA"]]
+    words += ["--output-dir", str(runs / str(number)), str(data)]
     delay = random.Random(number).uniform(0.05, 8.0)
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen(
-        words, cwd=ROOT, env=os.environ | {"MARK": mark}, start_new_session=True, **quiet
-    )
+    env = os.environ | {"MARK": mark}
+    env.pop("DATA", None)
+    process = subprocess.Popen(words, cwd=ROOT, env=env, start_new_session=True, **quiet)
     time.sleep(delay)
+    assert process.poll() is None, f"{' '.join(words)} has ended before it was killed"
     process.send_signal(signal.SIGKILL)
     process.wait()
     killed = time.monotonic()
@@ -74,11 +75,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--runs", type=int, default=60)
     parser.add_argument("--at-once", type=int, default=4)
-    parser.add_argument("data", help="a small image folder")
+    parser.add_argument("data", type=Path, help="a small image folder")
     args = parser.parse_args()
-    os.environ["DATA"] = str(Path(args.data).resolve())
+    data = args.data.resolve()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.at_once) as pool:
-        rows = list(pool.map(lambda n: kill_one(n, Path(folder)), range(args.runs)))
+        rows = list(pool.map(lambda n: kill_one(n, Path(folder), data), range(args.runs)))
     for style in STYLES:
         mine = [row for row in rows if row[0] == style]
         print(
