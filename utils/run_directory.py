@@ -159,8 +159,6 @@ class Run:
             log.info(f"note: CUDA_VISIBLE_DEVICES asks for the CPU; {unused} not used")
         if self.lock and self.lock.note:
             log.info(self.lock.note)
-        if self.lock and self.lock.warning:
-            log.warning(self.lock.warning)
 
     def _in_rank0(self, compute: Callable[[], Any]) -> Any:
         """`broadcast_from_rank0`. Raises: `UserError`, also where the disk refuses a write."""
