@@ -26,6 +26,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), STAND_IN]
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Processes that tests fork would wait for ever for OpenMP's threads, which a fork does not copy.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 # On a CPU with AMX `--amp auto` would take bf16, on others float32: the tests are alike everywhere.
 os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
 

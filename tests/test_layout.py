@@ -16,7 +16,7 @@ TORCH_FREE = (
     *("errors", "option_types", "atomic", "samplers", "preprocessing", "launch"),
     *("folder", "provenance", "extras.pack", "extras.preflight"),
 )
-CORE, EXTRAS = 5_500, 5_940  # lines; 4_200 and 3_000 are the goals
+CORE, EXTRAS = 5_200, 5_550  # lines; 4_200 and 3_000 are the goals
 MODULES = 26  # that `import imagenet_nd` loads
 # Sent to nodes as single files, whose Python may be 3.7 and have no package.
 SENT_TO_NODES = ("guard", "status", "cleanup")

@@ -215,7 +215,7 @@ def test_a_damaged_snapshot_gives_way_to_the_one_before(run, damage):
             read_checkpoint(folder / "snapshot_damaged.pt")
     for name in (SNAPSHOT, PREVIOUS):
         os.truncate(folder / name, 100)
-    again("auto").fails_with(f"{PREVIOUS} is not a checkpoint")
+    again("auto").fails_with(f"{PREVIOUS} is not a checkpoint", "with another --name")
 
 
 @pytest.mark.parametrize("damaged", [False, True])

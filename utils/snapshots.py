@@ -59,7 +59,11 @@ def read_whole(path: Path, set_aside: bool = False) -> tuple[Path, dict[str, Any
     except UserError as damage:
         if path.name != SNAPSHOT or not previous.is_file():
             raise
-        content = read_checkpoint(previous)
+        try:
+            content = read_checkpoint(previous)
+        except UserError as error:
+            text = f"{damage}; {error}: nothing is left to resume; train anew with another --name"
+            raise UserError(text) from None
         log.warning(f"{damage}; continuing from the snapshot before it, {previous}")
     if set_aside and path.exists():
         path.replace(path.with_name(DAMAGED))
