@@ -154,7 +154,7 @@ def main() -> int:
         picture.save(args.out)
     except ValueError:
         raise UserError(f"--out {args.out}: give a file name that ends in .png") from None
-    print(f"{args.out}: {line}")
+    print(f"wrote {args.out}: {line}")
     return 0
 
 
