@@ -69,7 +69,7 @@ train "${label}_$processes-ddp" imagenet_ddp.py -g "$processes" -b $((32 / proce
 
 say "4/5 pictures"
 "$PYTHON" scripts/compare_runs.py "runs/${label}_1" "runs/${label}_$processes-ddp" \
-    --labels "1 process" "$processes process$([ "$processes" = 1 ] || echo es), DDP" \
+    --labels "1 process" "$processes process$([ "$processes" = 1 ] || echo es) (DDP)" \
     --out "runs/$label"
 
 say "5/5 a scaling study"
@@ -91,5 +91,5 @@ $study
 The curves in TensorBoard:   $PYTHON -m tensorboard.main --logdir runs
 Your own images:             $PYTHON imagenet_nd.py -a resnet50 /path/to/imagenet
 All options of a script:     $PYTHON imagenet_ddp.py --help
-Several nodes:               README.md, "Several nodes"
+Several nodes:               README.md, "Train on several nodes"
 TEXT

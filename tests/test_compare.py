@@ -19,8 +19,8 @@ two trained 1.90 times as many images per second as one (95 % efficiency).
 Both reached 60 % top-1: after 2 h (two) and 3 h (one).
 Top-1 after epoch 4, the last of the shortest run: 60.50 % (two) and 70.00 % (one) (how much is \
 noise is unknown: the number of images is not recorded).
-Beware: runs of different length (4 to 5 epochs); global batches of 64 to 130, which changes \
-accuracy; runs that differ in mode, precision, comm, gpu, cpu and torch.
+Beware: the runs differ in length (4 to 5 epochs); the global batches differ (64 to 130), which \
+changes accuracy; the runs differ in mode, precision, comm, gpu, cpu and torch.
 
                                         two           one         other
 --- set-up
@@ -221,8 +221,9 @@ BEYOND = "more than the noise of 50000 images, but another seed may change it as
             ["c cannot be compared with a: it has another model (vgg19, not resnet50); nor can d.",
              "b trained 1.50 times as many images per second as a.",
              "Best top-1: 20.00 % (a) and 20.00 % (b), no difference.",
-             "Beware: one epoch only, in which caches and compilers warm up; global batches of 256 "
-             "to 512, which changes accuracy; speeds of CPUs, which say nothing about GPUs."],
+             "Beware: there is only one epoch, in which caches and compilers warm up; the global "
+             "batches differ (256 to 512), which changes accuracy; these are CPU speeds, which say "
+             "nothing about GPUs."],
         ),
         (
             {name: (100 * i, (20, 30 + i), GOOD) for i, name in enumerate("abcde", 1)},

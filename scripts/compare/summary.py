@@ -223,16 +223,16 @@ def _cautions(group: list[Run]) -> list[str]:
     texts = []
     epochs = {run.epochs for run in group}
     if max(epochs) == 1:
-        texts.append("one epoch only, in which caches and compilers warm up")
+        texts.append("there is only one epoch, in which caches and compilers warm up")
     elif len(epochs) > 1:
-        texts.append(f"runs of different length ({min(epochs)} to {max(epochs)} epochs)")
+        texts.append(f"the runs differ in length ({min(epochs)} to {max(epochs)} epochs)")
     batches = {run.facts["global_batch"] for run in group if run.facts.get("global_batch")}
     if len(batches) > 1:
         sizes = f"{min(batches):g} to {max(batches):g}"
-        texts.append(f"global batches of {sizes}, which changes accuracy")
+        texts.append(f"the global batches differ ({sizes}), which changes accuracy")
     names = [key for key in SHOULD_AGREE[1:] if any(differ(run, group[0], [key]) for run in group)]
     if names:
-        texts.append(f"runs that differ in {_join(names)}")
+        texts.append(f"the runs differ in {_join(names)}")
     if any(run.facts.get("device") == "cpu" for run in group):
-        texts.append("speeds of CPUs, which say nothing about GPUs")
+        texts.append("these are CPU speeds, which say nothing about GPUs")
     return [f"Beware: {'; '.join(texts)}"] if texts else []
