@@ -7,7 +7,7 @@ Start it by hand on every node with its own --rank (one node needs no such optio
     MASTER_ADDR=IP MASTER_PORT=8888 WORLD_SIZE=2 NODE_RANK=0 python imagenet_ddp.py DATA
     python imagenet_ddp.py -n 1 -g 1 -nr 0 --epochs 2 DATA
 
-or by torchrun on every node with its own --node_rank:
+or with torchrun on every node with its own --node_rank:
 
     torchrun --nnodes=2 --node_rank=0 --nproc_per_node=1 --master_addr=IP --master_port=8888 \\
         imagenet_ddp.py -a resnet50 DATA
@@ -56,10 +56,10 @@ def worker(args: Namespace) -> int:
 
 
 def train(args: Namespace, world: World) -> int:
-    """Everything from the options to the last epoch. Returns the exit code."""
+    """Build everything from the options and train to the last epoch. Returns the exit code."""
     device = world.device
     torch.manual_seed(args.seed)
-    args = loop.with_checkpoint_sizes(args, world)  # with --resume; the model depends on them
+    args = loop.with_checkpoint_sizes(args, world)  # of --resume; the model needs them
 
     amp_dtype = amp.autocast_dtype(args, world)
 
@@ -71,7 +71,7 @@ def train(args: Namespace, world: World) -> int:
     model = models.build(args, len(loaders.classes))
     model = model.to(device, memory_format=args.memory_format)
 
-    # ---- distributed data parallelism: replicas start equal, and get equal gradients
+    # ---- distributed data parallelism: replicas start with equal weights and get equal gradients
     if args.sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     replica = DistributedDataParallel(
@@ -80,7 +80,7 @@ def train(args: Namespace, world: World) -> int:
         bucket_cap_mb=args.bucket_mb,
         gradient_as_bucket_view=True,
     )
-    replica.broadcast_buffers = False  # evaluation copies those of rank 0
+    replica.broadcast_buffers = False  # evaluation copies rank 0's buffers
 
     # ---- optimiser and mixed precision
     optimizer = optim.build(args, model)
@@ -89,7 +89,7 @@ def train(args: Namespace, world: World) -> int:
 
     # ---- gradient compression
     form_buckets(replica, world, args)
-    comm = addons.exchange(replica, args, world, scaler)  # --comm; None: as DDP does
+    comm = addons.exchange(replica, args, world, scaler)  # --comm; None: DDP's all-reduce
 
     forward = addons.compiled(replica, args)  # unchanged without --compile
 
@@ -99,9 +99,9 @@ def train(args: Namespace, world: World) -> int:
     ) -> tuple[Tensor, Tensor]:
         """One micro-batch: images float [n, 3, size, size], targets int64 [n] -> loss, logits.
 
-        Targets of mixed images are float [n, classes].
-        ``weight`` scales its mean loss, so that gradients, averaged over ranks and added up over
-        micro-batches, are those of the global batch. With ``update`` the step ends: weights change.
+        Targets of mixed images are float [n, classes]. ``weight`` scales its mean loss: gradients
+        averaged over ranks and summed over micro-batches are then those of the global batch.
+        ``update`` ends the step: the weights change.
         """
         # Only the last micro-batch of a step all-reduces the gradients.
         with nullcontext() if update else replica.no_sync():
@@ -119,7 +119,7 @@ def train(args: Namespace, world: World) -> int:
         return loss, logits
 
     def predict(images: Tensor) -> Tensor:
-        """Logits for evaluation; of the bare model, as ranks may differ in number of batches."""
+        """Logits for evaluation, from the bare model: ranks may have unequal numbers of batches."""
         with torch.autocast(device.type, amp_dtype, enabled=amp_dtype is not None):
             return model(images)
 

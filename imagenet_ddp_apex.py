@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Train an ImageNet classifier with one process per GPU and NVIDIA Apex's opt levels (DDP, O2).
 
-Start it by torch.distributed.launch or torchrun on every node with its own --node_rank:
+Start it with torch.distributed.launch or torchrun on every node with its own --node_rank:
 
     python -m torch.distributed.launch --nproc_per_node=4 imagenet_ddp_apex.py -a resnet50 \\
         --b 208 --workers 20 --opt-level O2 DATA
@@ -10,7 +10,7 @@ Start it by torch.distributed.launch or torchrun on every node with its own --no
 
 or by hand like imagenet_ddp.py. O2 keeps float16 weights and float32 masters of them, scales the
 loss, and skips a step whose gradients overflow. NVIDIA's Apex (25.04 is the last tag with amp) is
-used where it is installed; elsewhere utils/extras/o2.py computes the same in plain PyTorch.
+used if it is installed; otherwise utils/extras/o2.py computes the same in plain PyTorch.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -53,10 +53,10 @@ def worker(args: Namespace) -> int:
 
 
 def train(args: Namespace, world: World) -> int:
-    """Everything from the options to the last epoch. Returns the exit code."""
+    """Build everything from the options and train to the last epoch. Returns the exit code."""
     device = world.device
     torch.manual_seed(args.seed)
-    args = loop.with_checkpoint_sizes(args, world)  # with --resume; the model depends on them
+    args = loop.with_checkpoint_sizes(args, world)  # of --resume; the model needs them
 
     amp, parallel = apex.amp_and_parallel(args, world)  # from apex import amp, parallel
 
@@ -81,7 +81,7 @@ def train(args: Namespace, world: World) -> int:
         loss_scale=args.loss_scale,
     )
 
-    # ---- distributed data parallelism: replicas start equal, and get equal gradients
+    # ---- distributed data parallelism: replicas start with equal weights and get equal gradients
     replica = parallel.DistributedDataParallel(
         model,
         delay_allreduce=args.delay_allreduce,
@@ -99,9 +99,9 @@ def train(args: Namespace, world: World) -> int:
     ) -> tuple[Tensor, Tensor]:
         """One micro-batch: images float [n, 3, size, size], targets int64 [n] -> loss, logits.
 
-        Targets of mixed images are float [n, classes].
-        ``weight`` scales its mean loss, so that gradients, averaged over ranks and added up over
-        micro-batches, are those of the global batch. With ``update`` the step ends: weights change.
+        Targets of mixed images are float [n, classes]. ``weight`` scales its mean loss: gradients
+        averaged over ranks and summed over micro-batches are then those of the global batch.
+        ``update`` ends the step: the weights change.
         """
         # Only the last micro-batch of a step all-reduces the gradients.
         with nullcontext() if update else replica.no_sync():
@@ -117,7 +117,7 @@ def train(args: Namespace, world: World) -> int:
         return loss, logits
 
     def predict(images: Tensor) -> Tensor:
-        """Logits for evaluation; of the bare model, as ranks may differ in number of batches."""
+        """Logits for evaluation, from the bare model: ranks may have unequal numbers of batches."""
         return model(images)
 
     # ---- resume, then train and evaluate, epoch by epoch

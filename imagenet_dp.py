@@ -27,7 +27,7 @@ from utils.world import World, single_process
 
 def parser() -> ArgumentParser:
     """The command line of this script."""
-    parser = options.build_parser(__doc__, batch="images per step, shared out over the GPUs")
+    parser = options.build_parser(__doc__, batch="images per step, divided among the GPUs")
     amp.add_options(parser)
     return parser
 
@@ -38,10 +38,10 @@ def main() -> int:
 
 
 def train(args: Namespace, world: World) -> int:
-    """Everything from the options to the last epoch. Returns the exit code."""
+    """Build everything from the options and train to the last epoch. Returns the exit code."""
     device = world.device
     torch.manual_seed(args.seed)
-    args = loop.with_checkpoint_sizes(args, world)  # with --resume; the model depends on them
+    args = loop.with_checkpoint_sizes(args, world)  # of --resume; the model needs them
 
     amp_dtype = amp.autocast_dtype(args, world)
 
@@ -69,9 +69,9 @@ def train(args: Namespace, world: World) -> int:
     ) -> tuple[Tensor, Tensor]:
         """One micro-batch: images float [n, 3, size, size], targets int64 [n] -> loss, logits.
 
-        Targets of mixed images are float [n, classes].
-        ``weight`` scales its mean loss, so that gradients, averaged over ranks and added up over
-        micro-batches, are those of the global batch. With ``update`` the step ends: weights change.
+        Targets of mixed images are float [n, classes]. ``weight`` scales its mean loss: gradients
+        averaged over ranks and summed over micro-batches are then those of the global batch.
+        ``update`` ends the step: the weights change.
         """
         with torch.autocast(device.type, amp_dtype, enabled=amp_dtype is not None):
             logits = forward(images)

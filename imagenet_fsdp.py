@@ -6,13 +6,14 @@ Start it by hand on every node with its own --rank (one node needs no such optio
     python imagenet_fsdp.py -a vit_b_32 --dist-url tcp://MASTER_IP:8888 --world-size 2 --rank 0 DATA
     python imagenet_fsdp.py -a vit_b_32 --reshard none DATA
 
-or by torchrun on every node with its own --node_rank:
+or with torchrun on every node with its own --node_rank:
 
     torchrun --nnodes=2 --node_rank=0 --nproc_per_node=4 --master_addr=IP --master_port=8888 \\
         imagenet_fsdp.py -a vit_b_32 --reshard node DATA
 
 Each process keeps a shard of every weight, gradient and momentum, and trains on its slice of the
-global batch: a block's weights are gathered just before it computes, its gradients scattered after.
+global batch. Weights of a block are gathered just before it computes; its gradients are scattered
+after.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -55,10 +56,10 @@ def worker(args: Namespace) -> int:
 
 
 def train(args: Namespace, world: World) -> int:
-    """Everything from the options to the last epoch. Returns the exit code."""
+    """Build everything from the options and train to the last epoch. Returns the exit code."""
     device = world.device
     torch.manual_seed(args.seed)
-    args = loop.with_checkpoint_sizes(args, world)  # with --resume; the model depends on them
+    args = loop.with_checkpoint_sizes(args, world)  # of --resume; the model needs them
 
     amp_dtype = amp.autocast_dtype(args, world)
 
@@ -69,14 +70,14 @@ def train(args: Namespace, world: World) -> int:
     # ---- model
     model = models.build(args, len(loaders.classes))
 
-    # ---- fully sharded data parallelism: processes start equal, and keep a shard each
+    # ---- fully sharded data parallelism: processes start with equal weights and keep a shard each
     copy_from_rank0(model, world)
     if args.sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     mesh = fsdp.mesh(args, world)
     for part, policy in fsdp.parts(model, amp_dtype):  # each block, then the rest of the model
         fully_shard(
-            part,  # to the device, too: no GPU ever holds the whole model
+            part,  # also moved to the device: no GPU ever holds the whole model
             mesh=mesh,
             reshard_after_forward=False if args.reshard == "none" else None,
             mp_policy=policy,
@@ -95,9 +96,9 @@ def train(args: Namespace, world: World) -> int:
     ) -> tuple[Tensor, Tensor]:
         """One micro-batch: images float [n, 3, size, size], targets int64 [n] -> loss, logits.
 
-        Targets of mixed images are float [n, classes].
-        ``weight`` scales its mean loss, so that gradients, averaged over ranks and added up over
-        micro-batches, are those of the global batch. With ``update`` the step ends: weights change.
+        Targets of mixed images are float [n, classes]. ``weight`` scales its mean loss: gradients
+        averaged over ranks and summed over micro-batches are then those of the global batch.
+        ``update`` ends the step: the weights change.
         """
         # Only the last micro-batch of a step scatters the gradients.
         model.set_requires_gradient_sync(update)
@@ -115,7 +116,7 @@ def train(args: Namespace, world: World) -> int:
         return loss, logits
 
     def predict(images: Tensor) -> Tensor:
-        """Logits for evaluation; all ranks call it equally often, as it gathers weights."""
+        """Logits for evaluation. All ranks must call it equally often, as it gathers weights."""
         with torch.autocast(device.type, amp_dtype, enabled=amp_dtype is not None):
             return model(images)
 

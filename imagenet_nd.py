@@ -6,8 +6,8 @@
     python imagenet_nd.py -a resnet50 --resume runs/NAME/snapshot.pt DATA
     python imagenet_nd.py -a resnet50 --resume runs/NAME/best.pt --evaluate DATA
 
-The plain loop that the other scripts start from: `diff -u imagenet_nd.py imagenet_ddp.py` shows
-what several processes change. It uses the first GPU, or the CPU if there is none.
+The other scripts are based on this plain loop. `diff -u imagenet_nd.py imagenet_ddp.py` shows what
+several processes change. It uses the first GPU, or the CPU if there is none.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -40,10 +40,10 @@ def main() -> int:
 
 
 def train(args: Namespace, world: World) -> int:
-    """Everything from the options to the last epoch. Returns the exit code."""
+    """Build everything from the options and train to the last epoch. Returns the exit code."""
     device = world.device
     torch.manual_seed(args.seed)
-    args = loop.with_checkpoint_sizes(args, world)  # with --resume; the model depends on them
+    args = loop.with_checkpoint_sizes(args, world)  # of --resume; the model needs them
 
     amp_dtype = amp.autocast_dtype(args, world)
 
@@ -68,9 +68,9 @@ def train(args: Namespace, world: World) -> int:
     ) -> tuple[Tensor, Tensor]:
         """One micro-batch: images float [n, 3, size, size], targets int64 [n] -> loss, logits.
 
-        Targets of mixed images are float [n, classes].
-        ``weight`` scales its mean loss, so that gradients, averaged over ranks and added up over
-        micro-batches, are those of the global batch. With ``update`` the step ends: weights change.
+        Targets of mixed images are float [n, classes]. ``weight`` scales its mean loss: gradients
+        averaged over ranks and summed over micro-batches are then those of the global batch.
+        ``update`` ends the step: the weights change.
         """
         with torch.autocast(device.type, amp_dtype, enabled=amp_dtype is not None):
             logits = forward(images)

@@ -54,7 +54,7 @@ def test_fingerprint_is_of_the_names(tmp_path):
 def test_class_folders(tmp_path):
     with pytest.raises(UserError, match=r"nowhere is missing.*prepare_data"):
         class_folders(tmp_path / "nowhere")
-    with pytest.raises(UserError, match=r"test is missing: --part test evaluates on it"):
+    with pytest.raises(UserError, match=r"test is missing: --part test needs it"):
         class_folders(tmp_path / "test")
     with pytest.raises(UserError, match="no class folders"):
         class_folders(tmp_path)

@@ -1,7 +1,7 @@
-"""The only file of the core that imports from utils/extras/: what the core can do without.
+"""The only core file that imports from utils/extras/, the optional features.
 
-An extra is imported when an option, or what is on the disk, needs it. The scripts import the extras
-that are their mode (fsdp, o2, apex). Extras import the core, not one another.
+An extra is imported when an option or a file on disk needs it. The scripts import the extras of
+their own mode (fsdp, o2, apex). Extras import the core, but not one another.
 """
 
 import sys
@@ -16,7 +16,7 @@ from typing import Any
 
 from utils.option_types import is_url
 
-TRACKERS = {"wandb": "tracker"}  # of --tracker: the extra with its functions check and Tracker
+TRACKERS = {"wandb": "tracker"}  # --tracker: the extra that has `check` and `Tracker`
 
 
 def extra(name: str) -> Any:
@@ -28,14 +28,14 @@ def extra(name: str) -> Any:
 
 
 def extra_if_there(name: str) -> Any:
-    """The module utils/extras/``name``.py, which no option needs; None if it was deleted."""
+    """The module utils/extras/``name``.py, if no option requires it; None if it was deleted."""
     return extra(name) if find_spec(f"utils.extras.{name}") else None
 
 
 def always_on(name: str, function: str, empty: type = NoneType) -> Callable[..., Any]:
-    """``function`` of utils/extras/``name``.py, imported when it is called.
+    """A wrapper of ``function`` in utils/extras/``name``.py, which is imported by the call.
 
-    If the file was deleted, the result is None, or an ``empty`` list, dict or str.
+    If the file was deleted, the call returns None, or an ``empty`` list, dict or str.
     """
 
     def call(*args: Any, **options: Any) -> Any:
@@ -45,9 +45,9 @@ def always_on(name: str, function: str, empty: type = NoneType) -> Callable[...,
     return call
 
 
-# ---- used without an option: the documentation is in the extras
+# ---- used without an option; documented in the extras
 
-preflight = partial(extra_if_there, "preflight")  # its functions: where processes start and meet
+preflight = partial(extra_if_there, "preflight")  # used where processes start and join
 list_cache = partial(extra_if_there, "list_cache")
 known_error = always_on("known_errors", "explain")
 check_gpus = always_on("gpu_check", "check_gpus")
@@ -69,7 +69,7 @@ _make_temporary_folder = always_on("temporary", "make")
 
 def make_temporary_folder() -> None:
     """Make this process's temporary folder; remove those of killed runs."""
-    with suppress(OSError):  # a full disk is reported where it matters
+    with suppress(OSError):  # a full disk is reported by the first write that matters
         _make_temporary_folder()
 
 
@@ -81,7 +81,7 @@ def explain_lost_peer(error: Exception, rank: int, processes: list[Any], seconds
 
 
 def watch(session: Any) -> Any:
-    """What measures the parts of each step and the hardware: `utils.extras.watch.Watch`."""
+    """A `utils.extras.watch.Watch`, which measures the parts of each step and the hardware."""
     if module := extra_if_there("watch"):
         return module.Watch(session)
     nothing = {"timed": iter, "end": bool, "recent": dict, "end_epoch": dict}
@@ -89,7 +89,7 @@ def watch(session: Any) -> Any:
 
 
 def status(session: Any) -> Any:
-    """A function of (phase, figures) that says what this process is doing: to scripts/status.sh."""
+    """A function of (phase, figures) that reports this process's progress to scripts/status.sh."""
     module = extra_if_there("status")
     return module.Status(session).show if module else lambda *_, **figures: None
 
@@ -98,7 +98,7 @@ def status(session: Any) -> Any:
 
 
 def progressive(text: str) -> str:
-    """The type of ``--progressive``: the text, checked."""
+    """The argparse type of ``--progressive``: check ``text`` and return it."""
     return extra("progressive").check(text)
 
 
@@ -108,12 +108,12 @@ def epoch_sizes(args: Any) -> tuple[int, ...]:
 
 
 def comm_method(text: str) -> str:
-    """The type of ``--comm``: the method's full name. Raises: `UserError`."""
+    """The argparse type of ``--comm``: return the method's full name. Raises: `UserError`."""
     return text if text == "fp32" else extra("compress").parse(text).name
 
 
 def check_options(args: Any, local: bool) -> None:
-    """Raise `UserError` for a store, or a package of a tracker, that cannot be used here."""
+    """Raise `UserError` if the store, or the tracker's package, cannot be used here."""
     if args.store or is_url(args.resume):
         extra("store").check_options(args.store, args.resume)
     if args.tracker and local:
@@ -128,36 +128,36 @@ def source_kind(root: Path) -> Any:
 
     None: ``root`` is a folder of image files.
     """
-    if (root / "pack.npz").exists() or any(root.glob("*.pixels")):  # finished or not
+    if (root / "pack.npz").exists() or any(root.glob("*.pixels")):  # also an unfinished one
         return extra("pack").Pack
     tars = extra_if_there("tars")
     return tars.Tars if tars and tars.tar_files(root) else None
 
 
 def sources(args: Any) -> dict[str, Any] | None:
-    """``--dummy``: what training "reads" in place of DATA/train; None: there is a DATA."""
+    """``--dummy``: synthetic images in place of DATA/train; None: read DATA."""
     return {"train": extra("dummy").Dummy(args.classes)} if args.dummy else None
 
 
 def select_classes(choice: str | None, folders: list[str]) -> list[str]:
-    """``--classes``: those to train on, of the class folders. Raises: `UserError`."""
+    """``--classes``: the class ``folders`` to train on. Raises: `UserError`."""
     return extra("classes").select(choice, folders) if choice else folders
 
 
 def worker_class() -> Any:
-    """A subclass of `utils.loaders.Worker` that repeats a fork that hangs; None: not needed."""
+    """A subclass of `utils.loaders.Worker` that retries a fork that hangs; None: not needed."""
     forks = extra_if_there("forks") if sys.version_info < (3, 12) else None
     return forks and forks.CheckedWorker
 
 
 def region_decoder() -> Any:
-    """`utils.extras.region_decode`, where its library is built; None: decode whole images."""
+    """`utils.extras.region_decode`, if its library is built; None: decode whole images."""
     decoder = extra_if_there("region_decode")
     return decoder if decoder and decoder.has_library() else None
 
 
 def change_training_batches(batches: Any, args: Any, classes: int) -> None:
-    """What options change in the crops, in the order of images, and in whole batches."""
+    """Apply the options that change training crops, the order of images, or whole batches."""
     if args.auto_augment or args.random_erasing:
         batches.dataset.augment = extra("augment").build(args.auto_augment, args.random_erasing)
     if args.repeated_aug > 1:
@@ -170,17 +170,17 @@ def change_training_batches(batches: Any, args: Any, classes: int) -> None:
 
 
 def timm_models() -> Any:
-    """`utils.extras.timm_models`, where timm is installed; else None."""
+    """`utils.extras.timm_models` if timm is installed, else None."""
     return extra_if_there("timm_models") if find_spec("timm") else None
 
 
 def preprocessing_of_weights(args: Any, local: bool) -> Any:
-    """The `Preprocessing` that the weights of ``--pretrained`` expect; None for new weights."""
+    """The `Preprocessing` that the weights of ``--pretrained`` expect; None without them."""
     return extra("foreign").expected_preprocessing(args, local) if args.pretrained else None
 
 
 def change_model(model: Any, args: Any, classes: int) -> list[str]:
-    """What options change in a new model. Returns: notes for the log."""
+    """Apply the options that change a new model. Returns: notes for the log."""
     notes = []
     if isinstance(args.pretrained, str):
         notes += extra("foreign").load_weights(model, args.pretrained, args.arch, classes)
@@ -190,9 +190,9 @@ def change_model(model: Any, args: Any, classes: int) -> list[str]:
 
 
 def add_average(state: Any, args: Any) -> None:
-    """``--ema``: the part "ema", an average of the model's weights that follows each step.
+    """``--ema``: add the part "ema", an average of the weights that each step updates.
 
-    It begins with the weights as they are now.
+    It starts from the current weights.
     """
     if args.ema and not args.evaluate:
         masters = getattr(state.parts["model"], "named_masters", dict)()
@@ -201,43 +201,43 @@ def add_average(state: Any, args: Any) -> None:
 
 
 def other_weights(state: Any) -> dict[str, Any]:
-    """Contexts in which the model has other weights, to be evaluated as well; by their tags."""
+    """Context managers that give the model other weights to evaluate, by tag."""
     return {"ema": state.parts["ema"].in_model()} if "ema" in state.parts else {}
 
 
 def exchange(replica: Any, args: Any, world: Any, scaler: Any) -> Any:
-    """``--comm``: how the processes exchange gradients; None: as DistributedDataParallel does."""
+    """``--comm``: the gradient exchange; None: DistributedDataParallel's own all-reduce."""
     if args.comm == "fp32" or world.size == 1:
         return None
     return extra("compress").Exchange(replica, args, world, scaler)
 
 
 def compiled(module: Any, args: Any) -> Any:
-    """``module`` for the training step: compiled with ``--compile``, else as it is."""
+    """``module`` for the training step: compiled with ``--compile``, else unchanged."""
     return extra("compiling").compiled(module, args) if args.compile else module
 
 
 def first_step_timed(train_step: Any, args: Any, device: Any) -> Any:
-    """``train_step``; with ``--compile`` the time of its first call, which compiles, is logged."""
+    """``train_step``; with ``--compile``, its first call, which compiles, logs its duration."""
     if args.compile:
         return extra("compiling").first_step_timed(train_step, args, device)
     return train_step
 
 
 def measures(args: Any) -> bool:
-    """Whether something is measured in place of a training, by `measurement`."""
+    """Whether a `measurement` runs in place of training."""
     return args.find_batch or args.dummy
 
 
 def measurement(args: Any) -> Any:
-    """What takes the place of a training, called with session and train_step; or None."""
+    """The function of (session, train_step) that runs in place of training; or None."""
     if args.find_batch:
         return extra("find_batch").find
     return extra("dummy").time_step if args.dummy else None
 
 
 def sent_bytes(session: Any, trained: list[Any]) -> float | None:
-    """Bytes that a process sends per step, computed; None: those of a plain all-reduce."""
+    """Computed bytes that a process sends per step; None: those of a plain all-reduce."""
     state, dtype = session.state, session.loaders.dtype
     if "comm" in state.parts:
         return state.parts["comm"].sent_bytes([weight.shape for weight in trained])
@@ -246,11 +246,11 @@ def sent_bytes(session: Any, trained: list[Any]) -> float | None:
     return None
 
 
-# ---- beside the training
+# ---- alongside training
 
 
 def open_store(run: Any) -> None:
-    """``--store``: copies of the run's files (``run.written``). For rank 0 of a training."""
+    """``--store``: copy each written file of the run. Call it in rank 0 of a training."""
     if run.args.store:
         copies = extra("store").Store(run.args.store, run.folder)
         copies.open(run.args.resume)
@@ -259,13 +259,13 @@ def open_store(run: Any) -> None:
 
 
 def open_tracker(run: Any) -> None:
-    """``--tracker``: copies of the run's curves and pictures. For rank 0 of a training."""
+    """``--tracker``: copy the run's curves and pictures. Call it in rank 0 of a training."""
     if run.args.tracker:
         extra(TRACKERS[run.args.tracker]).Tracker(run)
 
 
 def begin(training: Any) -> None:
-    """Training is about to begin: what options start beside it."""
+    """Start the optional parts of a training (profiler, spot notice) before its first step."""
     args, world, state = training.args, training.world, training.state
     if "comm" in state.parts:
         steps = training.train.sampler.steps_per_epoch
@@ -273,6 +273,6 @@ def begin(training: Any) -> None:
     if args.profile and world.is_main:
         extra("profiling").start(training.run.folder, state.optimizer)
     if training.run.events is not None:
-        draw_first_batch(training)  # in the event file, and by ``run.pictures``
+        draw_first_batch(training)  # into the event file and ``run.pictures``
     if args.spot_notice and world.local_rank == 0:  # any of the nodes may be reclaimed
         extra("spot").watch(args.spot_notice, training.stop)

@@ -1,4 +1,4 @@
-"""Native automatic mixed precision (torch.amp): its option, and the dtype that it chooses."""
+"""Native automatic mixed precision (torch.amp): the option ``--amp`` and its dtype."""
 
 import argparse
 import os
@@ -9,8 +9,8 @@ import torch
 from utils import addons
 from utils.world import World, gather
 
-# ResNet-18 on two cores with AMX, beside other programs: with bf16 a step took less than half as
-# long as in float32 at 224 pixels, and more than twice as long at 64.
+# Measured with ResNet-18 on two cores with AMX: a bf16 step took less than half the time of a
+# float32 step at 224 pixels, and more than twice the time at 64.
 LEAST_FOR_AMX = 224
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "off": None}
 NAMES = {dtype or torch.float32: name for name, dtype in DTYPES.items()}
@@ -29,7 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def autocast_dtype(args: argparse.Namespace, world: World) -> torch.dtype | None:
     """The dtype for torch.autocast that ``--amp`` asks for; None for float32.
 
-    All processes must call it, and get the same.
+    All processes must call it; they get the same dtype.
     """
     device, choice = world.device, args.amp
     if choice == "auto" and device.type == "cuda":
@@ -40,7 +40,7 @@ def autocast_dtype(args: argparse.Namespace, world: World) -> torch.dtype | None
         choice = "bf16" if all(gather(faster, world)) else "off"
         if choice == "bf16" and world.is_main:
             print("--amp auto: bf16, as the CPU has AMX (--amp off: float32)", flush=True)
-    # is_bf16_supported() alone says yes on a T4, which emulates bf16 at a fraction of the speed.
+    # By default is_bf16_supported() is also True on a T4, which only emulates bf16, slowly.
     native = device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False)
     if choice == "bf16" and not native and world.is_main:
         print("warning: this GPU only emulates bf16, slowly: --amp fp16 is faster", flush=True)

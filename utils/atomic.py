@@ -16,12 +16,12 @@ from utils.errors import UserError
 def save_atomically(
     write: Callable[[Any], None], path: Path, previous: Path | None = None, durable: bool = True
 ) -> None:
-    """Let ``write(file)`` fill a temporary file, flush it to disk, then give it its name.
+    """Let ``write(file)`` fill a temporary file, flush it to disk, then rename it.
 
-    At any instant ``path`` is either the old file or the whole new one; the old one is kept as
-    ``previous``, if that is given. Without ``durable`` nothing is flushed: a killed process still
+    At any instant ``path`` is either the old file or the whole new one. The old one is kept as
+    ``previous`` if that is given. Without ``durable`` nothing is flushed: a killed process still
     leaves only whole files, but a crash of the whole system may leave an empty one. Raises:
-    OSError, and whatever ``write`` raises; ``path`` is then as it was.
+    OSError, and any error of ``write``; ``path`` is then unchanged.
     """
     with _temporary(path) as temporary:
         with open(temporary, "wb") as file:
@@ -32,7 +32,7 @@ def save_atomically(
         if previous is not None and path.exists():
             link_atomically(path, previous)
         os.replace(temporary, path)
-        if durable:  # the names in the folder survive a power cut as well
+        if durable:  # so that the file names survive a power cut, too
             handle = os.open(path.parent, os.O_RDONLY)
             try:
                 os.fsync(handle)
@@ -43,26 +43,26 @@ def save_atomically(
 def link_atomically(source: Path, path: Path) -> None:
     """Make ``path`` a hard link to the file ``source``, or a copy where that is impossible.
 
-    Nothing is flushed, as without ``durable`` above. Raises: OSError; ``path`` is then as it was.
+    Nothing is flushed, as without ``durable`` above. Raises: OSError; ``path`` is then unchanged.
     """
     with _temporary(path) as temporary:
         try:
-            # The resolved path, as a link to a symbolic link would not be a file of its own.
+            # Resolve it first: a hard link to a symbolic link would be a symbolic link as well.
             os.link(source.resolve(), temporary)
         except OSError:
             shutil.copyfile(source, temporary)
         os.replace(temporary, path)
-        temporary.unlink(missing_ok=True)  # replace() leaves it where both were the same file
+        temporary.unlink(missing_ok=True)  # replace() leaves it if both were the same file
 
 
 def read_checkpoint(path: Path, lazily: bool = False) -> dict[str, Any]:
-    """What torch.save has written to ``path``, on the CPU. Code in the file is not run.
+    """Load what torch.save has written to ``path``, on the CPU. Code in the file is not run.
 
-    The zip archive's checksums are compared first, as torch.load ignores them; files of torch
-    before 1.6 have none. ``lazily``: they are not, and tensors are read when they are used. Raises:
+    First verify the zip archive's checksums, which torch.load ignores (files of torch before 1.6
+    have none). ``lazily``: do not verify them, and read tensors only when they are used. Raises:
     `UserError`.
     """
-    import torch  # here, as most programs of this suite write files without it
+    import torch  # not at the top: most programs of this suite write files without torch
 
     if not path.is_file():  # reading a pipe would wait for its writer
         raise UserError(f"there is no file {path}: name the checkpoint itself, as snapshot.pt")
@@ -78,7 +78,7 @@ def read_checkpoint(path: Path, lazily: bool = False) -> dict[str, Any]:
             content = torch.load(path, "cpu", weights_only=True, mmap=lazily and is_zip)
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror or error})") from error
-    except Exception:  # torch and zipfile report damage by half a dozen types
+    except Exception:  # torch and zipfile raise many types for a damaged file
         pass
     if not isinstance(content, dict):
         raise UserError(
@@ -89,8 +89,7 @@ def read_checkpoint(path: Path, lazily: bool = False) -> dict[str, Any]:
 
 
 def unnamed_files(folder: Path) -> list[Path]:
-    """The files in ``folder`` that were being written when their process was killed, the latest
-    first."""
+    """Files in ``folder`` that a killed process had not yet renamed, the newest first."""
     names = folder.glob(f".{'[0-9a-f]' * 16}.tmp")
     return sorted(names, key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
@@ -106,9 +105,9 @@ def remove_leftovers(folder: Path, recursive: bool = False) -> None:
 
 @contextmanager
 def _temporary(path: Path) -> Iterator[Path]:
-    """A new name beside ``path``, for a file that an exception removes."""
-    # Random, so that no two threads, processes or nodes share it; not made of the name of ``path``,
-    # which may be as long as the file system allows.
+    """A temporary name next to ``path``. If the block raises, the file is removed."""
+    # Random, so that no two threads, processes or nodes share it. It does not contain the name of
+    # ``path``, which may already be as long as the file system allows.
     temporary = path.with_name(f".{os.urandom(8).hex()}.tmp")
     try:
         yield temporary

@@ -1,4 +1,4 @@
-"""An epoch: its steps around a script's own train_step, and the evaluation of the model."""
+"""An epoch: the training steps, which call a script's own train_step, and the evaluation."""
 
 import logging
 import math
@@ -33,7 +33,7 @@ def train(session: Training, train_step: TrainStep) -> dict[str, float] | None:
 
 
 def run_steps(session: Training, train_step: TrainStep, meter: "Meter") -> None:
-    """The loop over the steps that are left of the epoch, until the run is to stop."""
+    """Run the remaining steps of the epoch, or until the run is to stop."""
     state, stop, steps = session.state, session.stop, session.train.sampler.steps_per_epoch
     state.model.train()
     for batch in meter.timed(session.train.rest(state.epoch, state.step)):
@@ -48,7 +48,7 @@ def run_steps(session: Training, train_step: TrainStep, meter: "Meter") -> None:
             continue
         state.step += 1
         meter.print_line()  # every --print-freq steps; the only wait for the device
-        if stop.poll():  # a vote of all ranks, which ends them at the same step
+        if stop.poll():  # all ranks vote, so that all stop at the same step
             break
         if stop.snapshot_due and state.step < steps and meter.is_finite():
             save_snapshot(session)
@@ -67,13 +67,13 @@ def learning_rate_at(session: Session, position: float) -> float:
 
 
 def loss_scale(state: TrainState) -> dict[str, float]:
-    """The loss scale and, where they are counted, the steps skipped since the run began."""
+    """The loss scale and, if the scaler counts them, the steps skipped since the run began."""
     scaler = state.scaler.state_dict()
     return {f"Amp/{key}": float(scaler[key]) for key in ("scale", "skipped") if key in scaler}
 
 
 def save_snapshot(session: Training, is_best: bool = False) -> None:
-    """Begin to write ``snapshot.pt``, and ``best.pt`` if this is the best model; in rank 0.
+    """Begin to write ``snapshot.pt`` in rank 0, and ``best.pt`` if this is the best model.
 
     All processes must call it: each may have a shard of the model, or state of the gradient
     exchange.
@@ -91,9 +91,9 @@ def save_snapshot(session: Training, is_best: bool = False) -> None:
 
 
 def seed_dropout(session: Session, *position: int) -> None:
-    """Seed randomness inside the model by the position.
+    """Seed the randomness inside the model with the position in the training.
 
-    torch.manual_seed would query every kind of device first: a tenth of a millisecond or more.
+    torch.manual_seed would query every kind of device first, which takes 0.1 ms or more.
     """
     key = session.args.seed
     for number in position:
@@ -109,7 +109,7 @@ class Meter:
     def __init__(self, session: Training):
         """The epoch begins."""
         self.session, self.state, self.watch = session, session.state, session.watch
-        self.timed = session.watch.timed  # batches with the clock of a step around each
+        self.timed = session.watch.timed  # iterates over batches and times each step
         self.state.begin_epoch()
         self.steps, self.first = session.train.sampler.steps_per_epoch, session.state.step
         self.sums = Sums(session.world.device, self.state.sums)
@@ -117,12 +117,12 @@ class Meter:
         self.bar = session.run.progress_bar(self.title, self.steps, self.first)
         session.train.start_count()
         session.stop.begin_phase()
-        self.is_first = self.state.epoch == session.first_epoch  # of this process
+        self.is_first = self.state.epoch == session.first_epoch  # in this process
         self.began = time.perf_counter()
-        self.last = (self.began, self.first, 0.0)  # of the last line: clock, step, seconds waited
+        self.last = (self.began, self.first, 0.0)  # at the last line: clock, step, seconds waited
 
     def add(self, loss: Tensor, logits: Tensor, batch: MicroBatch) -> None:
-        """Count a micro-batch that has been started. Nothing here waits for the device."""
+        """Count a micro-batch that may still be computing. Nothing here waits for the device."""
         self.sums.add(loss * len(batch.labels), logits, batch.labels)
         self.watch.end(batch.ends_step)
         if self.state.problem():
@@ -131,7 +131,8 @@ class Meter:
             self.session.stop.ask(Reason.BAD_FILES)
 
     def is_finite(self) -> bool:
-        """Add up over all ranks, for a snapshot; a loss that is not finite ends the run."""
+        """Sum over all ranks for a snapshot. Returns False, and ends the run, if the loss is not
+        finite."""
         self.state.sums = sums = self._total()
         self.state.tick()
         return math.isfinite(sums[0])
@@ -143,11 +144,11 @@ class Meter:
         return sums
 
     def print_line(self) -> None:
-        """Every --print-freq steps, print a line about the steps since the last one, with curves.
+        """Every --print-freq steps, print a line about the steps since the last line; draw curves.
 
-        Loss and accuracy are those of all ranks and, after a resume, include the steps before it.
-        Speed and waiting are this process's own, since the resume. The first step of a process has
-        a line as well, and counts again in the next line.
+        Loss and accuracy cover all ranks and, after a resume, also the steps before it. Speed and
+        waiting time are measured in this process alone, since it started. Its first step has a line
+        as well, and counts again in the next line.
         """
         session, state, step, watch = self.session, self.state, self.state.step, self.watch
         self.bar.update()
@@ -180,7 +181,7 @@ class Meter:
             torch.cuda.synchronize(session.world.device)
         seconds, done = time.perf_counter() - self.began, state.step - self.first
         self.bar.close()
-        # A snapshot needs them if evaluation is stopped.
+        # A snapshot needs these sums if evaluation is stopped.
         state.sums = self.sums.total(session.world)
         train.bad.share(session.world)
         if train.bad.too_many:
@@ -214,8 +215,8 @@ class Meter:
 def evaluate(session: Session, predict: Predict, batches: Batches) -> dict[str, float] | None:
     """Evaluate the model, and its other weights if it has any (``--ema``).
 
-    Returns: what `measure` does, and the other weights' metrics, whose tags end in their name
-    (``Top1/ema``); None if the run is to stop.
+    Returns: the result of `measure`, and the metrics of the other weights, whose tags end in their
+    name (``Top1/ema``); None if the run is to stop.
     """
     result = measure(session, predict, batches)
     for name, weights in addons.other_weights(session.state).items():
@@ -231,10 +232,10 @@ def evaluate(session: Session, predict: Predict, batches: Batches) -> dict[str, 
 def measure(session: Session, predict: Predict, batches: Batches) -> dict[str, float] | None:
     """Evaluate over all ranks; every image counts once. Returns None if the run is to stop.
 
-    The loss is plain cross entropy, whatever label smoothing training uses. Keys of the result:
-    the ``.../val`` tags, "images" evaluated, and "unreadable", how many could not be. Raises:
-    `UserError` when too many images are unreadable, or all of them, unless a training is under way,
-    which stops.
+    The loss is plain cross entropy, without label smoothing. Keys of the result: the ``.../val``
+    tags, "images" (how many were evaluated), and "unreadable" (how many could not be read). If too
+    many images or all are unreadable, it raises `UserError`; during training, the run stops
+    instead.
     """
     world, sampler, model, bad = session.world, batches.sampler, session.state.model, batches.bad
     stop = session.stop if isinstance(session, Training) else None
@@ -243,13 +244,13 @@ def measure(session: Session, predict: Predict, batches: Batches) -> dict[str, f
             return None
         stop.begin_phase()
         session.show_status("evaluating")
-    # Each rank has seen other batches, so its running statistics of batch norm differ.
+    # Ranks have seen different batches, so their running statistics of batch norm differ.
     copy_from_rank0(model, world, parameters=False)
     model.eval()
     bar = session.run.progress_bar("Evaluation", sampler.rounds)
     sums, began, iterator = Sums(world.device), time.perf_counter(), iter(batches)
     for _ in range(sampler.rounds):
-        batch = next(iterator, None)  # the last round may not reach all ranks
+        batch = next(iterator, None)  # some ranks may have no batch in the last round
         if batch is not None:
             images, targets = batch
             logits = predict(images).float()

@@ -16,7 +16,7 @@ INTERRUPTED = 75  # EX_TEMPFAIL: stopped by a signal, with a snapshot; run again
 
 
 class UserError(Exception):
-    """An error that the user can fix; the message, one line, says how.
+    """An error that the user can fix. The one-line message says how.
 
     ``on_every_rank`` marks an error that every process of the job raises (a missing option, say):
     one process per node reports it. ``code`` is the exit code.
@@ -28,14 +28,14 @@ class UserError(Exception):
 
 
 def printable(text: str) -> str:
-    """``text`` on one line for a terminal or a log: names of files and hosts may hold anything.
+    """``text`` made safe for a terminal or a log: names of files and hosts may hold anything.
 
-    Control characters and what is no Unicode are written as escapes.
+    Line breaks, control characters and invalid Unicode are written as escapes.
     """
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-# How the user continues this process's run: the end of a message. `utils.run_directory` changes it.
+# Advice at the end of messages: how to continue this run. `utils.run_directory` changes it.
 how_to_continue = "run the same command with --resume auto"
 
 
@@ -63,9 +63,9 @@ def show(error: UserError) -> None:
 
 
 def tell_torchrun(text: str) -> None:
-    """Have torchrun end its report with ``text``; after the error it prints a long traceback.
+    """Make torchrun end its report, a long traceback, with ``text``.
 
-    The file and its format: torch.distributed.elastic.multiprocessing.errors.
+    torch.distributed.elastic.multiprocessing.errors defines the file and its format.
     """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         more = {"py_callstack": text, "timestamp": str(int(time.time()))}
@@ -76,7 +76,7 @@ def tell_torchrun(text: str) -> None:
 def tolerate_broken_pipe() -> None:
     """Drop output that cannot be written (`| head -3`, a full disk), instead of failing.
 
-    Call it at the start of a program: it still writes its files, and keeps its exit code.
+    Call it at the start of a program, which then still writes its files and keeps its exit code.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)

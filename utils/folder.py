@@ -1,9 +1,8 @@
-"""What training reads images from: a `Source`. A folder of files, CLASS/*.JPEG, is the usual one.
+"""Image sources (`Source`). The usual one is a folder of files, CLASS/*.JPEG.
 
-A source of another kind is a file in utils/extras whose class derives from `Source`, or from
-`Archive` if many images lie in one file. It overrides `class_names`, ``__init__(root, classes,
-shows)``, `read` and `stored`, and gets a line in `utils.addons.source_kind`. Nothing else asks
-which kind it is.
+To add another kind, write a file in utils/extras with a subclass of `Source`, or of `Archive` if
+one file holds many images. Override `class_names`, ``__init__(root, classes, shows)``, `read` and
+`stored`, and add a line to `utils.addons.source_kind`. No other code depends on the kind.
 """
 
 import os
@@ -27,22 +26,22 @@ from utils.errors import UserError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
 _SUFFIXES = tuple(suffix.encode() for suffix in SUFFIXES)
-# A folder or file that changed so shortly before it was read may change again within the same tick
-# of the file system's clock, unnoticed: its list is not kept.
+# If a folder or file changed less than this before it was read, another change within the same tick
+# of the file system's clock would go unnoticed: its list is not cached.
 RACY_SECONDS = 2.0
 THREADS = 8  # a network disk serves many requests at once
-SIZES_ASKED = 10_000  # files, spread over the data set, that estimate the mean size
+SIZES_ASKED = 10_000  # files, spread over the data set, from which the mean size is estimated
 
 
 class Source:
     """The images of one part of a data set (DATA/train, say), numbered from 0, class by class.
 
-    ``targets``: integers [n], the class of each image by the order of ``classes``. The names are in
-    one byte string: 1.28 million Python strings would be copied into the memory of every loader
-    worker as their reference counts change.
+    ``targets``: integers [n], the index of each image's class in ``classes``. All names are in one
+    byte string: 1.28 million Python strings would be copied into the memory of every loader worker
+    as their reference counts change.
     """
 
-    stores_pixels = False  # decoded ones, of which `rows` reads no more than a crop shows
+    stores_pixels = False  # True: decoded images, of which `rows` reads only what a crop needs
 
     def __init__(self, root: Path | str, classes: list[str], paths: bytes, counts: Sequence[int]):
         """``paths`` of all images, relative to ``root``, class by class, each followed by a zero
@@ -59,7 +58,7 @@ class Source:
 
     @staticmethod
     def class_names(root: Path) -> list[str]:
-        """Sorted names of the classes in ``root``, a folder each; none where that is no folder."""
+        """Sorted names of the class folders in ``root``; empty if ``root`` is not a folder."""
         names = os.listdir(root) if root.is_dir() else []
         return sorted(n for n in names if n[0] != "." and os.path.isdir(root / n))
 
@@ -71,7 +70,7 @@ class Source:
         return os.fsdecode(self.paths[self.starts[image] : self.starts[image + 1] - 1])
 
     def path(self, image: int) -> str:
-        """The path that messages name."""
+        """The path to print in messages."""
         return os.path.join(self.root, self.name(image))
 
     def read(self, image: int) -> bytes:
@@ -80,22 +79,22 @@ class Source:
             return file.read()
 
     def shape(self, image: int) -> tuple[int, int] | None:
-        """Height and width, if pixels are stored, which `rows` reads; None: `read` gives a file."""
+        """Height and width, if `rows` can read stored pixels; None: `read` the file instead."""
         return None
 
     def rows(self, image: int, top: int, height: int) -> np.ndarray:
-        """Rows of an image that has a `shape`: uint8 [height, width, 3], until the next call.
+        """Rows of an image that has a `shape`: uint8 [height, width, 3], valid until the next call.
 
         Raises: OSError.
         """
         raise OSError(f"{self.path(image)} is stored as a file")
 
     def stored(self, image: int) -> tuple[str, int, int | None]:
-        """The file that holds ``image``, its offset there, and its bytes (None: to the end)."""
+        """The file with ``image``, the offset there, and the size in bytes (None: to the end)."""
         return self.path(image), 0, None
 
     def fingerprint(self) -> str:
-        """A short text, equal on two nodes with equal file names."""
+        """A short text that is equal on nodes with equal file names."""
         number = f"{len(self)} images in {len(self.classes)} classes"
         return f"{number} ({zlib.crc32(self.paths):08x})"
 
@@ -108,7 +107,7 @@ class Source:
         return prints
 
     def sample_sizes(self, most: int = SIZES_ASKED) -> tuple[float, str]:
-        """Mean size in bytes, and a fingerprint, of ``most`` images evenly spread."""
+        """Mean size in bytes and a fingerprint of at most ``most`` evenly spaced images."""
         count = min(len(self), most)
         chosen = (np.arange(count) * len(self) // count).tolist()
         with ThreadPoolExecutor(THREADS) as pool:
@@ -120,11 +119,11 @@ class Source:
         try:
             return os.stat(path).st_size if size is None else size
         except OSError:
-            return 0  # a dangling link: reading it will show that
+            return 0  # a dangling link: reading it will report that
 
 
 def path_starts(paths: bytes) -> np.ndarray:
-    """Where each path starts (each ends with a zero byte), and the last ends: integers [n+1]."""
+    """The offset of each path (each ends with a zero byte) and of the end: integers [n+1]."""
     ends = np.flatnonzero(np.frombuffer(paths, np.uint8) == 0)
     return np.concatenate([[0], ends + 1]).astype(np.uint32 if len(paths) < 2**32 else np.int64)
 
@@ -146,7 +145,7 @@ class Listing(NamedTuple):
     """The images of one class, sorted by path."""
 
     paths: bytes  # relative to the root, each followed by a zero byte
-    folders: dict[str, int]  # relative to the root: st_mtime_ns, or 0: list it again next time
+    folders: dict[str, int]  # path -> st_mtime_ns, or 0 to list it again next time
 
 
 class Folder(Source):
@@ -163,7 +162,7 @@ class Folder(Source):
 
 
 def listings(root: Path, classes: list[str], shows: bool = False) -> list[Listing]:
-    """The listing of each class folder ``root/CLASS``, from the cache where that is up to date.
+    """The listing of each class folder ``root/CLASS``, from the cache if that is up to date.
 
     ``shows``: draw a progress bar on a terminal, and report a cache that cannot be written. Raises:
     `UserError`.
@@ -187,7 +186,7 @@ def listings(root: Path, classes: list[str], shows: bool = False) -> list[Listin
 
 
 def settled_mtime(path: bytes | str) -> int:
-    """When a file or folder changed, ns; 0 if so lately that it may change again unnoticed.
+    """Modification time in ns; 0 if so recent that another change could go unnoticed.
 
     Raises: OSError.
     """
@@ -198,7 +197,7 @@ def settled_mtime(path: bytes | str) -> int:
 def list_class(root: Path, name: str) -> Listing:
     """List the images of class folder ``name``, sub-folders included. Raises: `UserError`.
 
-    No file is looked at: for 1.28 million that would double the time.
+    It does not call stat on the files: for 1.28 million that would double the time.
     """
     files: list[bytes] = []
     folders: dict[str, int] = {}
@@ -234,12 +233,12 @@ class Index(NamedTuple):
     counts: Any  # images of each class, integers [classes]
     paths: bytes  # see `Source`
     records: np.ndarray  # [n], with at least the fields "place" and "bytes"
-    numbers: np.ndarray  # of the file of each image, in ``files``: integers [n]
+    numbers: np.ndarray  # index in ``files`` of each image's file: integers [n]
 
 
 class Archive(Source):
-    """Images in a few large files, which are opened once, before loader workers are forked: pread
-    has no position that they would share. Several threads may read."""
+    """Images in a few large files, which are opened once, before loader workers are forked. They
+    can share the files, as pread needs no file position. Several threads may read."""
 
     def __init__(self, root: Path, chosen: list[str], index: Index):
         """Take the ``chosen`` classes, in this order. Raises: `UserError` if one is missing, or a
@@ -256,7 +255,7 @@ class Archive(Source):
         self.numbers = index.numbers[rows].astype(np.uint16)
         self._buffer, self._handles = np.empty(0, np.uint8), []
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # shards may be thousands
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # there may be thousands of files
         for path in index.files:
             try:
                 self._handles.append(open_regular(path, os.O_RDONLY | os.O_CLOEXEC))
@@ -267,7 +266,7 @@ class Archive(Source):
         weakref.finalize(self, lambda handles: [*map(os.close, handles)], self._handles)
 
     def stored(self, image: int) -> tuple[str, int, int]:
-        """The file that holds ``image``, its offset there, and its bytes."""
+        """The file that holds ``image``, the offset there, and the size in bytes."""
         record = self.records[image]
         return self.files[self.numbers[image]], int(record["place"]), int(record["bytes"])
 
@@ -276,7 +275,7 @@ class Archive(Source):
         return self._read(image, 0, int(self.records[image]["bytes"])).tobytes()
 
     def _read(self, image: int, start: int, count: int) -> np.ndarray:
-        """``count`` bytes from byte ``start`` of an image on: uint8, until the next call.
+        """``count`` bytes of an image from byte ``start`` on: uint8, valid until the next call.
 
         Raises: OSError.
         """
@@ -308,7 +307,7 @@ def open_source(root: Path, classes: list[str], shows: bool = False) -> Source:
 
 
 def has_part(root: Path) -> bool:
-    """Whether there are images of DATA/train, DATA/val or DATA/test: a folder, or files beside."""
+    """Whether DATA/train, DATA/val or DATA/test exists, as a folder or as tar files next to it."""
     return root.is_dir() or addons.source_kind(root) is not None
 
 
@@ -321,16 +320,16 @@ def class_folders(root: Path) -> list[str]:
     if root.is_dir():
         text = f"folder {root} has no class folders in it{(why and f': {why}') or ''}"
     elif root.name == "test":
-        text = f"folder {root} is missing: --part test evaluates on it, --part val on DATA/val"
+        text = f"folder {root} is missing: --part test needs it; --part val uses DATA/val"
     else:
         usual = "DATA must hold train/CLASS/*.JPEG and val/CLASS/*.JPEG, or train.tar and val.tar "
-        usual += "(scripts/prepare_data.py makes them of known data sets)"
+        usual += "(scripts/prepare_data.py converts known data sets)"
         text = f"folder {root} is missing: {why or usual}"
     raise UserError(text, on_every_rank=True)
 
 
 def check_same_classes(root: Path, part: str, classes: list[str], subset: bool) -> None:
-    """Raise `UserError` unless ``root/part`` has the folders ``classes``, or more for a subset."""
+    """Raise `UserError` unless ``root/part`` has ``classes`` and, without ``subset``, no others."""
     present, known = set(class_folders(root / part)), set(classes)
     differences = {"train": known - present, part: set() if subset else present - known}
     if only := [f"only {k} has {', '.join(sorted(v)[:3])}" for k, v in differences.items() if v]:

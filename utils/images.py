@@ -1,7 +1,7 @@
-"""One image: decode, crop, resize; and a batch of them, which a loader worker fills.
+"""Decode, crop and resize images, and fill batches with them in a loader worker.
 
-uint8 throughout, channels-last in memory. That is faster than Pillow with float tensors: with the
-decoder's channels-last strides, torch's antialiased resize takes its vectorised path.
+Pixels stay uint8 and channels-last in memory. That is faster than Pillow with float tensors: with
+the decoder's channels-last strides, torch's antialiased resize takes its vectorised path.
 """
 
 import functools
@@ -31,8 +31,8 @@ from utils.samplers import Batch
 
 Box = tuple[int, int, int, int]  # top, left, height, width in pixels
 JPEG_MAGIC = b"\xff\xd8"
-RATIO = (3 / 4, 4 / 3)  # its width : height
-EXTREME = 16  # long side : short side; of a longer image, evaluation looks at the middle alone
+RATIO = (3 / 4, 4 / 3)  # of width : height in a training crop
+EXTREME = 16  # long side : short side; evaluation uses only the middle of a longer image
 RESIZE = {
     "bilinear": torch.ops.aten._upsample_bilinear2d_aa.out,
     "bicubic": torch.ops.aten._upsample_bicubic2d_aa.out,
@@ -40,7 +40,7 @@ RESIZE = {
 
 
 class Cut(NamedTuple):
-    """How a view is made of an image: cut out ``box``, resize, cut out ``window``, mirror."""
+    """The steps from an image to a view: cut out ``box``, resize, cut out ``window``, mirror."""
 
     box: Box
     size: tuple[int, int]  # height and width after the resize
@@ -51,20 +51,20 @@ class Cut(NamedTuple):
 def decode(data: bytes) -> Tensor:
     """Decode an image file to uint8 [3, height, width], RGB, strides of [height, width, 3].
 
-    JPEG by torchvision, the rest by Pillow, with the result of ``PIL.Image.convert("RGB")``: grey,
-    CMYK and palette images become RGB, alpha is dropped, EXIF rotation is not applied. Raises:
-    ValueError for anything but a whole image.
+    torchvision decodes JPEG, Pillow the rest. The result is that of ``PIL.Image.convert("RGB")``:
+    grey, CMYK and palette images become RGB, alpha is dropped, EXIF rotation is not applied.
+    Raises: ValueError unless ``data`` is a whole image.
     """
     if not data:
         raise ValueError("the file is empty")
-    # JPEG alone: torchvision 0.29 ends the process with a segmentation fault on a damaged PNG.
+    # Only JPEG: torchvision 0.29 crashes with a segmentation fault on a damaged PNG.
     if data.startswith(JPEG_MAGIC):
         try:
-            # Of a bytearray: torch would warn that bytes cannot be written.
+            # A bytearray, as torch would warn that bytes are read-only.
             whole = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             return decode_image(whole, ImageReadMode.RGB)
         except RuntimeError:
-            pass  # damaged: Pillow's reason is the more readable one
+            pass  # damaged: Pillow gives a more readable reason
     try:
         with Image.open(io.BytesIO(data)) as picture:
             pixels = np.array(to_rgb(picture))
@@ -76,11 +76,11 @@ def decode(data: bytes) -> Tensor:
 
 
 def random_box(draw: random.Random, height: int, width: int, smallest: float = CROP_SCALE) -> Box:
-    """A random training crop, distributed as torchvision's RandomResizedCrop draws it.
+    """A random training crop, with the distribution of torchvision's RandomResizedCrop.
 
-    Area (from the share ``smallest`` up) and log aspect ratio are uniform; after ten boxes that do
-    not fit, the largest centred one within the ratio limits (Szegedy et al. 2014,
-    arXiv:1409.4842).
+    The area (at least the fraction ``smallest``) and the log of the aspect ratio are uniform. If
+    ten boxes do not fit, it returns the largest centred one within the ratio limits (Szegedy et al.
+    2014, arXiv:1409.4842).
     """
     low, high = math.log(RATIO[0]), math.log(RATIO[1])
     for _ in range(10):
@@ -101,14 +101,14 @@ def random_box(draw: random.Random, height: int, width: int, smallest: float = C
 def train_cut(
     shape: tuple[int, int], size: int, draw: random.Random, smallest: float = CROP_SCALE
 ) -> Cut:
-    """A random crop of an image of ``shape`` (height, width), every second one mirrored."""
+    """A random crop of an image of ``shape`` (height, width), mirrored with probability 0.5."""
     box = random_box(draw, *shape, smallest)
     return Cut(box, (size, size), (0, 0, size, size), draw.random() < 0.5)
 
 
 def eval_cut(shape: tuple[int, int], size: int, short: int) -> Cut:
     """The centre ``size`` x ``size`` after the short side is resized to ``short`` pixels."""
-    # With its short side resized, a strip of 1 x 60,000 pixels would take gigabytes.
+    # Limit the aspect ratio: resizing a strip of 1 x 60,000 pixels would take gigabytes.
     height, width = (min(side, EXTREME * min(shape)) for side in shape)
     box = ((shape[0] - height) // 2, (shape[1] - width) // 2, height, width)
     if height <= width:
@@ -127,8 +127,8 @@ def view(
     Returns: uint8 [height, width, 3], in ``out`` if given (contiguous).
     """
     top, left, height, width = cut.box
-    # By [h, w, 3] and back: after unsqueezing [3, h, w], torch would not see that the memory is
-    # channels-last, and take twice the time.
+    # Permute to [h, w, 3] and back: if [3, h, w] were unsqueezed, torch would not recognise the
+    # memory as channels-last, and would take twice the time.
     crop = image.permute(1, 2, 0)[top : top + height, left : left + width][None]
     crop = crop.permute(0, 3, 1, 2)
     y, x, *shape = cut.window
@@ -136,7 +136,7 @@ def view(
         out = torch.empty(*shape, 3, dtype=torch.uint8)
     whole = cut.size == tuple(shape) and not cut.mirrored
     if whole and image.stride(0) == 1:  # else torch would not write the channels in order
-        # As in F.interpolate, which has no argument out.
+        # F.interpolate calls this, but has no argument ``out``.
         RESIZE[interpolation](crop, cut.size, False, None, None, out=out[None].permute(0, 3, 1, 2))
         return out
     resized = F.interpolate(crop, size=cut.size, mode=interpolation, antialias=True)
@@ -146,13 +146,13 @@ def view(
 
 # ---- a batch of images, in a loader worker
 
-LONGEST_SEARCH = 10_000  # unreadable files in one batch; with more, the disk is broken
-SLOW = 3e-4  # seconds for a read, on average: above, a worker has more than one in flight
-READS = 8  # at most; a small file on a network disk takes several round trips, decoding 3 to 8 ms
+LONGEST_SEARCH = 10_000  # unreadable files in one batch; more mean a broken disk
+SLOW = 3e-4  # mean seconds per read; if reads are slower, a worker keeps several in flight
+READS = 8  # in flight: a file on a network disk takes several round trips, decoding 3 to 8 ms
 
 
 class Fetched(NamedTuple):
-    """An image as it was read: its file, or rows of pixels and how to cut the view out of them."""
+    """The result of a read: an image file, or rows of stored pixels and the `Cut` to apply."""
 
     data: Any  # bytes, or uint8 [height, width, 3]
     cut: Cut | None
@@ -161,7 +161,7 @@ class Fetched(NamedTuple):
 
 @dataclass
 class Reading:
-    """The cost of batches: files and bytes read, seconds of reading and in all, bad files."""
+    """The cost of batches: files and bytes read, seconds of reading and overall, bad files."""
 
     files: int = 0
     bytes: int = 0
@@ -170,7 +170,7 @@ class Reading:
     unreadable: list[tuple[int, str]] = field(default_factory=list)  # (image, reason)
 
     def add(self, other: "Reading") -> None:
-        """Add another batch's, but for unreadable files."""
+        """Add the cost of another batch, except its unreadable files."""
         self.files += other.files
         self.bytes += other.bytes
         self.read_seconds += other.read_seconds
@@ -181,11 +181,11 @@ class Reading:
 class ImageBatches(Dataset):
     """Whole batches of ``source``: training crops if ``train``, else centre crops.
 
-    A batch is (images uint8 [n, size, size, 3], targets int64 [n], `Reading`); ``size`` is the side
-    where the batch does not name another. A training image that cannot be read is replaced by the
-    next readable one, so that no other sample moves; in evaluation it is black, with
-    target `UNREADABLE`. Augmentation is a function of (seed, epoch, image). ``augment`` is applied
-    to each training crop (uint8 [3, size, size]) with torch's random state seeded by these three.
+    A batch is (images uint8 [n, size, size, 3], targets int64 [n], `Reading`); ``size`` is the
+    side, unless the batch has one of its own. A training image that cannot be read is replaced by
+    the next readable one, so that no other sample moves; in evaluation it is black, with target
+    `UNREADABLE`. Augmentation is a function of (seed, epoch, image). ``augment`` is applied to each
+    training crop (uint8 [3, size, size]), after these three have seeded torch's random state.
     """
 
     source: Source
@@ -196,9 +196,9 @@ class ImageBatches(Dataset):
     resize: int = 256  # in evaluation, the short side before the crop
     interpolation: str = "bilinear"
     augment: Callable[[Tensor], Tensor] | None = None
-    # Decodes no more than a training crop of a file; None: all of it.
+    # Decodes only the part of a file that a training crop needs; None: decode whole files.
     regions: Any = field(default_factory=addons.region_decoder)
-    # Reads in flight, by image and key, while the last batch says that reads are `SLOW`.
+    # Reads in flight, by image and key; used if the reads of the last batch were `SLOW`.
     ahead: dict[tuple[int, int], Future[Fetched]] = field(default_factory=dict, init=False)
     slow: bool = field(default=False, init=False)
     fetch_seconds: float = field(default=0.0, init=False)  # of this batch, in all threads
@@ -228,7 +228,7 @@ class ImageBatches(Dataset):
 
     @functools.cached_property
     def _readers(self) -> ThreadPoolExecutor:
-        """Made with the first slow batch: in a worker, after the fork."""
+        """Created for the first slow batch, so in a worker after the fork."""
         return ThreadPoolExecutor(READS)
 
     def _show(self, image: int, epoch: int, out: Tensor, reading: Reading) -> int:
@@ -251,14 +251,14 @@ class ImageBatches(Dataset):
                 # Without workers, this is the training process: keep its random state.
                 with torch.random.fork_rng(devices=[]):
                     torch.manual_seed(random.Random(key).getrandbits(63))
-                    # Of a copy: some transforms return their argument, and some write into it.
+                    # Pass a copy: some transforms return their argument, others modify it.
                     out.copy_(self.augment(out.clone().permute(2, 0, 1)).permute(1, 2, 0))
             return int(self.source.targets[shown])
         out.zero_()
         return UNREADABLE
 
     def key(self, image: int, epoch: int) -> int:
-        """What seeds the augmentation of ``image`` (an index in a `Batch`) in an epoch."""
+        """The seed for the augmentation of ``image`` (an index in a `Batch`) in an epoch."""
         return (self.seed << 72) | (epoch << 48) | image
 
     def _pixels(self, image: int, key: int, size: int, reading: Reading) -> tuple[Tensor, Cut]:
@@ -282,7 +282,7 @@ class ImageBatches(Dataset):
         return pixels, self.cut(pixels.shape[1:], key, size)
 
     def _fetch(self, image: int, key: int, size: int) -> Fetched:
-        """Read an image, or of stored pixels the rows that its view shows. Raises: OSError."""
+        """Read an image file, or the rows of stored pixels that the view needs. Raises: OSError."""
         began = time.perf_counter()
         if (shape := self.source.shape(image)) is None:
             return Fetched(self.source.read(image), None, time.perf_counter() - began)
@@ -291,7 +291,7 @@ class ImageBatches(Dataset):
         return Fetched(rows, cut, time.perf_counter() - began)
 
     def cut(self, shape: tuple[int, int], key: int, size: int) -> Cut:
-        """How the view of ``size`` pixels is made of an image of ``shape`` (height, width)."""
+        """The `Cut` from an image of ``shape`` (height, width) to a view of ``size`` pixels."""
         if not self.train:
             return eval_cut(shape, size, self.resize)
         return train_cut(shape, size, random.Random(key), self.crop_scale)

@@ -1,7 +1,7 @@
-"""How the processes of a node start, find their place in the job, and end together. No torch.
+"""Start the processes of a node, give each its rank, and end them together. Without torch.
 
-Each process gets its place in torchrun's variables: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
-MASTER_ADDR and MASTER_PORT. `utils.world` joins the processes.
+Each process gets its place in the job from torchrun's environment variables: RANK, WORLD_SIZE,
+LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. `utils.world` joins the processes.
 """
 
 import argparse
@@ -27,12 +27,12 @@ from utils import addons, errors
 from utils.errors import BAD_INPUT, INTERRUPTED, LOST_PEER, UserError
 from utils.option_types import count, from_environment, port, positive, seconds
 
-MARKER = "IMAGENET_SUITE"  # a variable in the environment by which scripts/cleanup.sh finds us
-LAUNCHER = "IMAGENET_LAUNCHER"  # another: the process id of the launcher
+MARKER = "IMAGENET_SUITE"  # environment variable by which scripts/cleanup.sh recognises us
+LAUNCHER = "IMAGENET_LAUNCHER"  # environment variable: process id of the launcher
 GRACE_SECONDS = 15.0  # for the others to exit once one process has failed
-REPORT_SECONDS = 60.0  # for a node's first process to report the error that others have
-PLACEHOLDERS = ("MASTER_IP", "MASTER_ADDR", "MASTER_PORT", "HOST", "IP", "PORT")  # of documents
-# Of ulimit: with less, torch aborts or hangs.
+REPORT_SECONDS = 60.0  # for a node's first process to report an error that all have
+PLACEHOLDERS = ("MASTER_IP", "MASTER_ADDR", "MASTER_PORT", "HOST", "IP", "PORT")  # in documents
+# Options of ulimit, and the minimum below which torch aborts or hangs.
 LIMITS = {"-n": (resource.RLIMIT_NOFILE, 64), "-v": (resource.RLIMIT_AS, 2**32)}
 _PR_SET_PDEATHSIG = 1
 
@@ -45,7 +45,7 @@ def usable_cores() -> int:
 def die_with_parent(parent: int | None = None) -> None:
     """Let the kernel kill this process when its parent dies (Linux: prctl(2)).
 
-    Give the process id ``parent`` where the parent may have died before this is called.
+    Give the process id ``parent`` if the parent may have died before this is called.
     """
     parent = parent or os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -65,8 +65,8 @@ def die_with_launcher() -> None:
         die_with_parent(int(launcher))
     elif "LOCAL_RANK" in os.environ:
         die_with_parent()
-        # torchrun does not pass on its process id. It has torch loaded; init, which would be the
-        # parent if torchrun had died already, has not.
+        # torchrun does not pass on its process id. It has torch loaded. If it has already died, the
+        # parent is init, which has not.
         if "TORCHELASTIC_RUN_ID" in os.environ and not _has_torch(os.getppid()):
             os._exit(1)
 
@@ -75,7 +75,7 @@ def _has_torch(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/maps") as file:
             return any("libtorch" in line for line in file)
-    except OSError:  # gone, or of another user
+    except OSError:  # it has exited, or belongs to another user
         return False
 
 
@@ -87,7 +87,7 @@ def run_main(main: Callable[[], int | None]) -> None:
 
 
 def _exit_with(main: Callable[[], int | None], spawned: bool) -> NoReturn:
-    """Call ``main`` and exit; with a one-line message where its error has one, and no child left.
+    """Call ``main`` and exit without leaving a child. Known errors become a one-line message.
 
     Unlike `supervise`, torchrun does not wait for the process that reports the error.
     """
@@ -114,12 +114,12 @@ def _exit_with(main: Callable[[], int | None], spawned: bool) -> NoReturn:
         # The process group still has threads: a normal exit can abort in C++, with another code.
         os._exit(code)
     except SystemExit as end:
-        if end.code == errors.BAD_INPUT:  # argparse's
+        if end.code == errors.BAD_INPUT:  # from argparse
             _end_torchrun()
         raise
     finally:
-        # The exit code is decided. A launcher that has heard of a loss from another node, but not
-        # yet of its cause here, sends SIGTERM while Python ends, which would replace the code.
+        # The exit code is decided. A launcher that has noticed a failure on another node, but not
+        # yet its cause here, may send SIGTERM while Python exits, which would replace the code.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         _kill_children()
 
@@ -128,8 +128,8 @@ def _wait_for_the_end(error: UserError) -> None:
     """Let the node's first process, which reports ``error``, exit before this one.
 
     torchrun kills all processes of a node as soon as one of them has exited: the message would be
-    lost whenever another process was faster. If the first process does not find the same error
-    after all, nobody kills this one, and it reports the error itself.
+    lost whenever another process was faster. If the first process does not raise the same error
+    after all, this one is not killed, and reports the error itself.
     """
     _kill_children()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -139,7 +139,7 @@ def _wait_for_the_end(error: UserError) -> None:
 
 
 def _end_torchrun() -> None:
-    """Keep scripts/elastic_train.sh from restarting what fails each time with the same error."""
+    """Keep scripts/elastic_train.sh from restarting a job that would fail again in the same way."""
     if "IMAGENET_ELASTIC" in os.environ and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # scripts/torchrun.py sends it in return
         os.kill(os.getppid(), signal.SIGTERM)
@@ -160,12 +160,12 @@ def supervise(worker: Callable[[Any], int], args: Any, environments: list[dict[s
     SIGINT kills. When one process fails, the others get `GRACE_SECONDS` to exit (they often wait
     for the dead one) and are then killed.
     """
-    # torch.distributed.elastic's start_processes was measured and rejected here: after a
-    # signal its close() does not return the exit codes (75: a snapshot was written), and kills at a
-    # time limit; and when one process fails, it sends SIGTERM to the others at once, which then
-    # cannot report the error that they share.
-    # OpenMP threads that spin at barriers slow down loader workers on the same cores: measured,
-    # steps took twice as long.
+    # torch.distributed.elastic's start_processes was tried and rejected. After a signal, its
+    # close() does not return the exit codes (75: a snapshot was written), and kills at a time
+    # limit. When one process fails, it sends SIGTERM to the others at once, so that they cannot
+    # report the error that they share.
+    # OpenMP threads that spin at barriers slow down loader workers on the same cores: steps took
+    # twice as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     context = multiprocessing.get_context("spawn")
     children = [context.Process(target=_child, args=(worker, args, one)) for one in environments]
@@ -177,17 +177,18 @@ def supervise(worker: Callable[[Any], int], args: Any, environments: list[dict[s
         if interrupts > 1:  # a third one, while Python ends, would replace the exit code
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         for child in children:
-            # It may be gone since; and this may interrupt the very call that notices its end.
+            # It may have exited since: this handler can interrupt the call that notices that.
             if child.pid and child.exitcode is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child.pid, signal.SIGKILL if interrupts > 1 else signal.SIGTERM)
 
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        # scripts/train.sbatch starts this with SIGUSR1 ignored, as Slurm sends it to every process:
-        # the children inherit that, and so survive it before they have a handler of their own.
+        # Slurm sends SIGUSR1 to every process, so scripts/train.sbatch starts this one with SIGUSR1
+        # ignored. The children inherit that, and survive the signal until they have a handler of
+        # their own.
         if signum != signal.SIGUSR1 or signal.getsignal(signum) != signal.SIG_IGN:
-            signal.signal(signum, pass_on)  # for good: later, a signal changes nothing
-    os.environ[LAUNCHER] = str(os.getpid())  # which they inherit
+            signal.signal(signum, pass_on)  # never restored: a late signal changes nothing
+    os.environ[LAUNCHER] = str(os.getpid())  # the children inherit it
     try:
         for child in children:
             child.start()
@@ -201,12 +202,12 @@ def supervise(worker: Callable[[Any], int], args: Any, environments: list[dict[s
 
 
 def _wait_for(children: list[Any]) -> int:
-    """The `job_exit_code`, once all have exited."""
+    """Wait until all have exited. Returns: the `job_exit_code`."""
     codes: list[int] = []
     deadline, running = math.inf, list(children)
     while running:
-        # Look each second as well: the sentinel of a dead process stays silent as long as a process
-        # that it has forked is alive.
+        # Also look every second: the sentinel of a dead process does not fire while a process that
+        # it has forked is alive.
         left = max(0.05, min(1.0, deadline - time.monotonic()))
         wait([child.sentinel for child in running], left)
         is_late = time.monotonic() >= deadline
@@ -217,17 +218,17 @@ def _wait_for(children: list[Any]) -> int:
             child.kill()
             child.join()
         if is_late:
-            break  # how those end that are killed here says nothing
+            break  # the exit codes of processes killed here mean nothing
         if any(codes) and deadline == math.inf:
             deadline = time.monotonic() + GRACE_SECONDS
     return job_exit_code(codes)
 
 
 def job_exit_code(codes: list[int]) -> int:
-    """Of the exit codes of a job's processes, the one that says why it failed; 0 if none failed.
+    """The exit code that says why a job failed, from those of its processes; 0 if none failed.
 
-    -N stands for death by signal N. A process that lost a killed one may be noticed first, so the
-    codes that follow from another's failure count only if there is no other code.
+    -N stands for death by signal N. A process that fails because it lost another may be noticed
+    first, so codes that follow from another process's failure count only if there is no other code.
     """
     failed = [code for code in codes if code]
     followed = (LOST_PEER, INTERRUPTED, -signal.SIGTERM)
@@ -235,7 +236,7 @@ def job_exit_code(codes: list[int]) -> int:
 
 
 def shell_exit_code(code: int) -> int:
-    """The exit code for a shell. A signal, below 0, is reported as an error."""
+    """The exit code for a shell. A negative code, a signal, is also printed as an error."""
     if code >= 0:
         return code
     name = signal.Signals(-code).name
@@ -254,9 +255,9 @@ def _child(worker: Callable[[Any], int], args: Any, variables: dict[str, Any]) -
 
 
 def prepare() -> None:
-    """End with the launcher, and with one line where torch or another package cannot be imported.
+    """Make this process die with its launcher, and report a failed import (torch, say) in one line.
 
-    To be called before any import that takes long: the launcher may be killed meanwhile.
+    Call it before any import that takes long: the launcher may be killed meanwhile.
     """
 
     def report(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -278,7 +279,7 @@ def prepare() -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """How the processes of a distributed run find each other."""
+    """Add the options by which the processes of a distributed run find each other."""
     add: Callable[..., Any] = parser.add_argument_group(
         "processes and nodes",
         "Under torchrun or torch.distributed.launch the environment decides, and the first four "
@@ -289,12 +290,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     text = "processes on this node; default: one per GPU, or one without GPUs"
     add("-g", "--gpus", type=positive, metavar="N", help=text)
     add("--dist-url", metavar="tcp://IP:PORT", help="address of node 0")
-    text = "nccl with GPUs, else gloo; nccl without a GPU falls back to gloo and says so"
+    text = "default: nccl with GPUs, else gloo; without a GPU, nccl falls back to gloo"
     add("--dist-backend", choices=("nccl", "gloo"), help=text)
     text = "how long to wait for other nodes before giving up"
     add("--dist-timeout", type=seconds, default=300.0, metavar="SECONDS", help=text)
     add("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
-    add("--sync-bn", action="store_true", help="batch norm over the batches of all GPUs")
+    add("--sync-bn", action="store_true", help="batch-norm statistics over the batches of all GPUs")
 
 
 def run(worker: Callable[[Any], int], args: Any) -> int:
@@ -316,7 +317,7 @@ def run(worker: Callable[[Any], int], args: Any) -> int:
     visible = torch.cuda.device_count()
     processes = args.gpus or max(visible, 1)
     if visible and processes > visible:
-        raise UserError(f"-g {processes} asks for more GPUs than the {visible} of this node")
+        raise UserError(f"-g {processes} asks for more GPUs than this node has ({visible})")
     if nodes > 1 and (check := addons.preflight()):
         check.meet(rank, nodes, processes, (host, number), args.dist_timeout)
     job = {"WORLD_SIZE": nodes * processes, "LOCAL_WORLD_SIZE": processes}
@@ -338,7 +339,7 @@ def _node(args: Any) -> tuple[int, int, tuple[str, int]]:
         raise UserError(f"--rank {rank} is not one of the node ranks 0 to {nodes - 1}")
     if args.dist_url:
         return rank, nodes, parse_tcp_url(args.dist_url)
-    if nodes == 1:  # what the environment says of a master is of another job
+    if nodes == 1:  # MASTER_ADDR in the environment would be that of another job
         return rank, nodes, ("127.0.0.1", free_port())
     if master := os.environ.get("MASTER_ADDR"):
         return rank, nodes, (master, from_environment("MASTER_PORT", port, 29500))
@@ -349,11 +350,11 @@ def _node(args: Any) -> tuple[int, int, tuple[str, int]]:
 
 
 def parse_tcp_url(url: str, name: str = "--dist-url") -> tuple[str, int]:
-    """Host and port of ``tcp://HOST:PORT``, given as ``name``. Raises: `UserError`: other text."""
+    """Host and port of ``tcp://HOST:PORT``, the value of ``name``. Raises: `UserError`."""
     if words := [word for word in re.split("[/:]", url) if word in PLACEHOLDERS]:
         numbers = f"put numbers in place of {' and '.join(words)}, such as tcp://172.31.0.10:8888"
         raise UserError(f"{name} {url}: {numbers}")
-    with contextlib.suppress(ValueError):  # of .port, for what is not a port
+    with contextlib.suppress(ValueError):  # of .port, if that is not a valid number
         parts = urlsplit(url)
         if parts.scheme == "tcp" and parts.hostname and parts.port and parts.path in ("", "/"):
             return parts.hostname, parts.port
@@ -368,10 +369,10 @@ def free_port() -> int:
 
 
 def port_in_use(host: str, port: int, name: str = "port") -> UserError:
-    """The error for a port in use, which the user has given as ``name``.
+    """The error for a port in use; ``name`` is what the user can change.
 
-    Where a launcher has chosen the port, its next attempt will choose another: the job is not bad
-    input then, and may begin again.
+    An elastic launcher chooses another port in its next attempt, so the exit code then allows a
+    restart.
     """
     text = f"port {port} of {host} is taken by another program: choose another {name} on every node"
     return UserError(text, code=LOST_PEER if is_elastic() else BAD_INPUT)
@@ -380,11 +381,11 @@ def port_in_use(host: str, port: int, name: str = "port") -> UserError:
 def is_elastic() -> bool:
     """Whether a launcher restarts this job's processes when one of them fails."""
     by_torchrun = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
-    return by_torchrun or "IMAGENET_ELASTIC" in os.environ  # set by elastic launchers of scripts/
+    return by_torchrun or "IMAGENET_ELASTIC" in os.environ  # set by elastic scripts
 
 
 def _check_environment() -> None:
-    """Raise `UserError` unless the environment has this process's place in the job."""
+    """Raise `UserError` unless the environment has a valid place in a job for this process."""
     os.environ.setdefault("LOCAL_WORLD_SIZE", "1")
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
     values = {name: os.environ.get(name, "") for name in names}
@@ -395,6 +396,6 @@ def _check_environment() -> None:
             return
     raise UserError(
         f"{' '.join(f'{name}={value}' for name, value in values.items())} in the environment "
-        "is not the place of a process in a job: start with torchrun, or unset LOCAL_RANK",
+        "do not describe a process of a job: start with torchrun, or unset LOCAL_RANK",
         on_every_rank=True,
     )

@@ -1,13 +1,13 @@
-"""From images to batches on the device: a ring in memory that workers fill, and the upload.
+"""Batches on the device: loader workers fill a ring in memory, from which batches are uploaded.
 
 Workers write pixels straight into a slot of the ring, and slots are reused: no batch is allocated,
 copied into shared memory, or mapped into another process. The memory is anonymous, so it neither
 fills /dev/shm nor outlives the processes.
 
-Workers have the signals that stop a run blocked from the fork on. Ctrl-C and a scheduler's SIGTERM
-go to the whole process group, but the training process needs its workers until the snapshot is
-written. Ignoring the signals would leave a gap after the fork, and DataLoader installs a handler of
-SIGTERM.
+The signals that stop a run are blocked in workers. Ctrl-C and a scheduler's SIGTERM go to the whole
+process group, but the training process needs its workers until the snapshot is written. If workers
+ignored the signals instead, there would be a gap after the fork, and DataLoader installs a handler
+of SIGTERM.
 """
 
 import logging
@@ -54,13 +54,13 @@ class Filled(NamedTuple):
 
 
 class Ring(Dataset):
-    """DataLoader's sampler, which assigns a slot to each batch of ``sampler``, and its data set,
-    which fills that slot in a worker.
+    """Both the sampler of DataLoader, which assigns a slot to each batch of ``sampler``, and its
+    data set, which fills that slot in a worker.
 
-    DataLoader requests a batch when it hands over the one that is `PREFETCH` batches per worker
-    older, in order. So the slots are used in turn: the next batch to get a slot is requested when
-    the upload of the last one has begun. ``uploads`` has an event for each slot, which passes when
-    the upload has ended; None where nothing has to be waited for.
+    DataLoader returns batches in order and requests `PREFETCH` batches per worker in advance. So
+    the slots are used in turn: when a slot is assigned again, the upload of its last batch has
+    begun. ``uploads`` has a CUDA event for each slot, which completes when the upload has ended;
+    None: there is nothing to wait for.
     """
 
     def __init__(self, dataset: ImageBatches, sampler: TrainSampler | EvalSampler, slots: int):
@@ -113,7 +113,7 @@ class Ring(Dataset):
             text = f"{size / 1e9:.1f} GB of batches could not be page-locked (CUDA error {code})"
             log.warning(f"{text}: uploads are slower; ulimit -l may be too low")
             return
-        # Not at the interpreter's exit, after CUDA's.
+        # Not at the interpreter's exit, as CUDA has ended by then.
         weakref.finalize(self, runtime.cudaHostUnregister, place).atexit = False
 
 
@@ -121,8 +121,8 @@ class RingLoader:
     """The batches of ``dataset`` that ``sampler`` asks for, in slots of a `Ring`.
 
     Iterating gives `Filled`. A slot is valid until the next batch is requested, or until
-    ``ring.uploads[slot]`` passes. ``page_locked``: for uploads to a GPU. Workers stay for all
-    iterations; the one after an interrupted iteration waits until they have finished their tasks.
+    ``ring.uploads[slot]`` completes. ``page_locked``: for uploads to a GPU. Workers stay alive.
+    After an interrupted iteration, the next one waits until they have finished their tasks.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class RingLoader:
     ):
         self.page_locked = page_locked
         self.ring = Ring(dataset, sampler, PREFETCH * workers + MORE_SLOTS)
-        # Each process would say so for each loader. More workers than cores help with a slow disk.
+        # DataLoader would warn in each process, but more workers than cores help on a slow disk.
         warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
         self._loader = DataLoader(
             self.ring,
@@ -143,7 +143,7 @@ class RingLoader:
             num_workers=workers,
             prefetch_factor=PREFETCH if workers else None,
             collate_fn=lambda filled: filled,
-            # A spawned process would spawn its workers, and each would import torch.
+            # Without it, a spawned process would spawn its workers, and each would import torch.
             multiprocessing_context=WorkerContext() if workers else None,
             persistent_workers=workers > 0,
         )
@@ -158,8 +158,8 @@ class RingLoader:
                 self.ring.lock_pages()
             yield from filled
         except (EOFError, ConnectionError, FileNotFoundError):
-            # A worker died while it handed a batch over: wait for SIGCHLD, whose handler raises the
-            # error that names it.
+            # A worker died while sending a batch: wait for SIGCHLD, whose handler raises an error
+            # that names the worker.
             time.sleep(5)
             raise
 
@@ -168,7 +168,7 @@ class Worker(ForkProcess):
     """A forked process with `STOPS` blocked, which exits with the training process."""
 
     def start(self) -> None:
-        """Fork; the child keeps the mask of signals."""
+        """Fork with the signals blocked; the child inherits the mask."""
         self._trainer = os.getpid()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
         try:
@@ -180,7 +180,7 @@ class Worker(ForkProcess):
         self._popen.terminate = self._popen.kill
 
     def run(self) -> None:
-        """In the child."""
+        """Runs in the child."""
         launch.die_with_parent(self._trainer)
         super().run()
 
@@ -215,12 +215,12 @@ class BadFiles:
                 log.info(f"unreadable image {self.source.path(image)}: {reason}; skipped")
 
     def share(self, world: World) -> None:
-        """Collect what all ranks have seen, so that rank 0's log names each file."""
+        """Collect the files of all ranks, so that rank 0's log names each file."""
         for seen in gather(dict(self.seen), world):
             self.note(list(seen.items()))
 
     def error(self) -> UserError:
-        """The error for too many, to raise in every rank after `share`."""
+        """The error for too many files, to raise in every rank after `share`."""
         last = self.source.path(list(self.seen)[-1])
         return UserError(
             f"more than {self.limit} image files could not be read (--max-bad-files), the last "
@@ -229,16 +229,16 @@ class BadFiles:
         )
 
 
-Place = tuple[int, int, int]  # epoch, step, number in the step
+Place = tuple[int, int, int]  # epoch, step, index of the micro-batch in the step
 
 
 class MicroBatch(NamedTuple):
-    """A part of a training step, on the device, and its place."""
+    """A micro-batch on the device, and its place in the training."""
 
     images: Tensor  # [n, 3, size, size], normalised
     targets: Tensor  # int64 [n], or float [n, classes] where images are mixed
     labels: Tensor  # int64 [n], for the metrics
-    weight: float  # of its mean loss: world size x share of the global batch
+    weight: float  # factor of its mean loss: world size x fraction of the global batch
     place: Place
     opens_step: bool
     ends_step: bool
@@ -271,9 +271,9 @@ class Batches:
         self.loader = RingLoader(dataset, sampler, workers, page_locked=cuda)
 
     def use(self, how: Preprocessing) -> None:
-        """Make images as ``how`` says. Before the first iteration, which starts the workers."""
+        """Preprocess as ``how`` says. Call it before the first iteration, which starts workers."""
         self.dataset.size = how.crop
-        if self.dataset.train:  # the largest, where they grow
+        if self.dataset.train:  # the largest size, if they grow
             self.dataset.size = max(self.sampler.sizes, default=how.image_size)
         self.dataset.resize = how.val_resize_size
         self.dataset.interpolation = how.interpolation
@@ -282,7 +282,7 @@ class Batches:
     def _normalise_by(self, mean: Channels, std: Channels) -> None:
         scale = [1 / (255 * s) for s in std]
         shift = [-m / s for m, s in zip(mean, std, strict=True)]
-        # For all values of a row of pixels: three channels in turn are too short to be vectorised.
+        # Repeated for a whole row of pixels: three channels are too few for a vectorised loop.
         rows = [torch.tensor(one).repeat(self.dataset.size) for one in (scale, shift)]
         self.scale, self.shift = (one.to(self.device) for one in rows)
 
@@ -306,13 +306,13 @@ class Batches:
             self.bad.note(filled.reading.unreadable)
             images, targets = self.loader.ring.view(filled.slot, filled.images, filled.size)
             if self.dataset.train and (targets == UNREADABLE).any():
-                # Nor is there a replacement. Other ranks may not have noticed: this one reports it.
+                # No image was left to replace it. Only this rank may know that, so it reports it.
                 raise UserError(str(self.bad.error()))
             yield self._upload(images, targets, filled.slot)
             before = time.perf_counter()
 
     def rest(self, epoch: int, step: int) -> Iterator[MicroBatch]:
-        """The training batches of an epoch from ``step`` on."""
+        """The micro-batches of ``epoch``, from ``step`` on."""
         sampler = self.sampler
         sampler.start_at(epoch, step)
         for count, (images, targets) in enumerate(self if step < sampler.steps_per_epoch else ()):

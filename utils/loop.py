@@ -26,7 +26,7 @@ def measure(session: Session, train_step: TrainStep) -> int | None:
 
 
 def with_checkpoint_sizes(args: Options, world: World) -> Options:
-    """The options, with sizes that were omitted taken from the ``--resume`` checkpoint."""
+    """The options, with omitted sizes taken from the ``--resume`` checkpoint."""
     saved = broadcast_from_rank0(lambda: saved_preprocessing(checkpoint_file(args)), world)
     if saved is None:
         return args
@@ -51,7 +51,7 @@ def resume(session: Session) -> None:
     else:
         addons.add_average(state, args)
     if state.resumed and not main:
-        state.sums = None  # sums over all ranks: only one rank may add them again
+        state.sums = None  # they cover all ranks: only one rank may add them again
     if args.start_epoch is not None and not args.evaluate:
         state.epoch, state.step, state.sums, state.printed = args.start_epoch, 0, None, None
     preprocessing, source = args.preprocessing, "the pretrained weights"
@@ -71,7 +71,7 @@ def begin(session: Session) -> Training:
     """Open the run's files, print its set-up, handle signals, start the clocks."""
     args, world, state, run = session.args, session.world, session.state, session.run
     steps = session.train.sampler.steps_per_epoch
-    # A line needs sums over all ranks, so rank 0 decides for all when a line is due.
+    # A line needs sums over all ranks, so rank 0's --print-freq is used by all.
     print_freq = broadcast_from_rank0(lambda: args.print_freq, world)
     run.begin(state.epoch, state.epoch + state.step / steps, addons.facts(session))
     report.start(session)
@@ -111,7 +111,7 @@ def close_epoch(
             text = f"{problem} in epoch {state.epoch + 1}, step {state.step}: lower --lr, add "
             text += "--warmup-epochs or --clip-grad; the last snapshot is intact"
             stop.ask(Reason.DIVERGED, UserError(text, on_every_rank=True))
-        else:  # if evaluation was stopped, a resumed run begins with it
+        else:  # a resumed run begins with the evaluation, if that was stopped
             save_snapshot(session)
         return
     seconds, is_first = state.elapsed - state.epoch_began, state.epoch == session.first_epoch
@@ -152,8 +152,8 @@ def end(session: Training, predict: Predict) -> int:
     """Wait for the last snapshot, evaluate DATA/test if there is one, write the summary.
 
     Returns: the process's exit code. Raises: `UserError` when the loss is no longer a finite
-    number, when too many images are unreadable, or when the last snapshot could not be written.
-    After any other exception a process exits at once, as this function waits for other ranks.
+    number, when too many images are unreadable, or when the last snapshot could not be written. It
+    waits for the other ranks, so do not call it after any other exception.
     """
     run, stop, writer = session.run, session.stop, session.snapshots
     failure = broadcast_from_rank0(writer and writer.wait, session.world)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from utils.world import World
 
-UNREADABLE = -1  # target of an image that could not be read; it counts nowhere
+UNREADABLE = -1  # target of an image that could not be read; metrics ignore it
 
 
 class Sums:
@@ -43,7 +43,7 @@ class Sums:
 def means(total: list[float], part: str) -> dict[str, float]:
     """Mean loss, top-1 and top-5 accuracy in per cent, by their TensorBoard tags.
 
-    ``total`` are the sums of `Sums.total`; ``part`` is the end of the tags, as "train". NaN where
+    ``total`` are the sums of `Sums.total`; ``part`` is the end of the tags, such as "train". NaN if
     there was no image.
     """
     loss, top1, top5, images = total

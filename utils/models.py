@@ -12,7 +12,7 @@ from torchvision.models import get_model, list_models
 from utils import addons
 from utils.errors import UserError
 
-# They have heads in the middle of the model, which would change the output in training.
+# Models with auxiliary heads, which would change the output in training mode.
 WITH_AUXILIARY = ("googlenet", "inception_v3")
 
 
@@ -57,9 +57,9 @@ def create(
 ) -> nn.Module:
     """Build ``arch`` with ``classes`` logits, float32, on the CPU, for images of ``image_size``.
 
-    ``pretrained`` takes the library's best ImageNet weights, with a new classifier unless
-    ``classes`` is 1000; ``drop_path`` None leaves stochastic depth as the library has it.
-    Raises: `UserError` for an unknown arch, missing weights, or an image size that does not fit.
+    ``pretrained`` loads the library's best ImageNet weights, with a new classifier unless
+    ``classes`` is 1000. ``drop_path`` None keeps the library's stochastic depth. Raises:
+    `UserError` for an unknown arch, missing weights, or an image size that does not fit.
     """
     check_name(arch)
     try:
@@ -71,7 +71,7 @@ def create(
                 model = addons.extra("foreign").with_published_weights(arch, classes, image_size)
             else:
                 model = get_model(arch, weights=None, num_classes=classes, **options)
-            if arch in WITH_AUXILIARY:  # to build it again without drawing weights
+            if arch in WITH_AUXILIARY:  # to build it again without initialising weights
                 options |= {"init_weights": False, "transform_input": model.transform_input}
             model.constructor_args = options
             if drop_path is not None:
@@ -81,15 +81,15 @@ def create(
     except (URLError, OSError) as error:
         raise UserError(
             f"the pretrained weights of {arch} could not be downloaded ({error}): "
-            "put them in torch's cache folder (TORCH_HOME), give a file, --pretrained FILE, or "
-            "leave it out"
+            "put them in torch's cache folder (TORCH_HOME), use --pretrained FILE, or train "
+            "without --pretrained"
         ) from error
     _check_image_size(model, arch, image_size)
     return model
 
 
 def _options(arch: str, image_size: int) -> dict[str, Any]:
-    """What torchvision's constructor of ``arch`` needs, besides the number of classes."""
+    """The arguments of torchvision's constructor of ``arch``, besides the number of classes."""
     if arch in WITH_AUXILIARY:
         return {"aux_logits": False, "init_weights": True}
     if arch.startswith("maxvit"):
@@ -100,7 +100,7 @@ def _options(arch: str, image_size: int) -> dict[str, Any]:
 def scale_input_as(content: dict[str, Any], model: nn.Module) -> None:
     """Let GoogLeNet and Inception rescale their input as the checkpoint's model did.
 
-    They do so with published weights.
+    They rescale it only with published weights.
     """
     saved = content.get("model_args") or {}
     if "transform_input" in saved:

@@ -1,4 +1,4 @@
-"""The optimiser of all modes, by name, its parameter groups, and its learning rate."""
+"""Optimisers by name, parameter groups, and learning-rate schedules, for all modes."""
 
 import argparse
 import math
@@ -9,7 +9,7 @@ from torch import nn
 
 from utils import addons
 
-# The optimisers, and their --lr where none is given.
+# The optimisers and their default --lr.
 USUAL_LR = {"sgd": 0.1, "nesterov": 0.1, "adamw": 1e-3, "muon": 1e-3}
 NAMES = tuple(USUAL_LR)
 # Position embeddings in torchvision and timm: added to activations, like biases.
@@ -17,7 +17,7 @@ _TABLES = ("pos_embedding", "pos_embed", "relative_position_bias_table")
 
 
 def set_defaults(args: argparse.Namespace) -> None:
-    """Set the values that depend on ``--optimizer`` where they were omitted."""
+    """Set omitted options whose default depends on ``--optimizer``."""
     adaptive = args.optimizer in ("adamw", "muon")
     if args.lr is None:
         args.lr = USUAL_LR[args.optimizer]
@@ -34,7 +34,7 @@ def build(args: Any, model: nn.Module) -> torch.optim.Optimizer:
     """
     name, lr, momentum, decay = args.optimizer, args.lr, args.momentum, args.weight_decay
     betas = tuple(float(beta) for beta in args.betas.split(","))
-    fused = next(model.parameters()).is_cuda  # on the CPU not, see `sgd`
+    fused = next(model.parameters()).is_cuda  # not on the CPU, see `sgd`
     muon = addons.extra("muon") if name == "muon" else None
     matrices = muon.hidden_matrices(model) if muon else []
     groups = parameter_groups(model, matrices, decay, args.wd_norm)
@@ -48,10 +48,10 @@ def build(args: Any, model: nn.Module) -> torch.optim.Optimizer:
 def parameter_groups(
     model: nn.Module, matrices: list[nn.Parameter], decay: float, decay_of_norms: float | None
 ) -> list[dict[str, Any]]:
-    """The trained parameters of ``model``, in groups where their options differ.
+    """The trained parameters of ``model``, in groups with different options.
 
-    ``matrices``: the parameters for Muon. ``decay_of_norms`` is for norms, biases, layer scales and
-    class tokens, which are vectors in any shape, and position embeddings.
+    ``matrices``: the parameters for Muon. ``decay_of_norms`` applies to position embeddings, and to
+    parameters with at most one dimension above 1: norms, biases, layer scales and class tokens.
     """
     inside = set(matrices)
     muon: dict[str, Any] = {"params": [], "weight_decay": decay, "muon": True}
@@ -72,11 +72,11 @@ def sgd(
     weight_decay: float,
     nesterov: bool = False,
 ) -> torch.optim.SGD:
-    """SGD with momentum; on a GPU by the fused kernel, which can skip a step on the device.
+    """SGD with momentum. On a GPU it uses the fused kernel, which can skip a step on the device.
 
     With any other implementation a loss scaler needs a host-device sync in every step. The CPU
-    needs none, and there the plain loop gives the same bits for all tensors: the fused kernel
-    rounds the last elements of some differently.
+    needs no sync, and uses the plain loop: the fused kernel would round the last elements of some
+    tensors differently from the rest.
     """
     weights = [weight for group in groups for weight in group["params"]]
     fused = weights[0].is_cuda
@@ -85,8 +85,8 @@ def sgd(
     optimizer = torch.optim.SGD(
         groups, lr, momentum, weight_decay=weight_decay, nesterov=nesterov, fused=fused
     )
-    # The fused kernel leaves momentum uninitialised when the very first step overflows, as often
-    # with a new loss scale. Starting from zeros gives the same first step.
+    # The fused kernel leaves momentum uninitialised when the very first step overflows, which is
+    # common with a new loss scale. Starting from zeros gives the same first step.
     for weight in weights if momentum else ():
         optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
     return optimizer
@@ -97,10 +97,10 @@ def sgd(
 REFERENCE_BATCH = 256  # the global batch that published ImageNet learning rates are meant for
 STEP_EPOCHS = 30
 LAST_STEP_EPOCH = 80
-# One-cycle: share of the training in which the rate rises, what part of the highest rate it begins
-# with, and what part of that it ends with; as in torch.optim.lr_scheduler.OneCycleLR.
+# One-cycle, as in torch.optim.lr_scheduler.OneCycleLR: fraction of training in which the rate
+# rises, first rate / highest rate, and last rate / first rate.
 RISE, FIRST, LAST = 0.3, 1 / 25, 1e-4
-# Schedules that end with the last epoch, so that a run that is under way cannot change it.
+# Schedules that depend on the last epoch: a resumed run cannot change --epochs.
 TO_THE_END = ("cosine", "linear", "onecycle")
 SCHEDULES = ("step", "constant", *TO_THE_END)
 
@@ -118,16 +118,15 @@ def scale_lr(lr: float, global_batch: int, rule: str) -> float:
 def learning_rate(
     position: float, *, lr: float, epochs: int, warmup: float = 0.0, schedule: str = "step"
 ) -> float:
-    """Learning rate at ``position``, in epochs since the start (1.5: in the middle of the second).
+    """Learning rate at ``position``, in epochs since the start (1.5: halfway through the second).
 
-    During the first ``warmup`` epochs it grows linearly from 0 to what the schedule gives.
-    "step": x0.1 every 30 epochs and once more at epoch 80. "constant": lr in all epochs.
-    "cosine": half a cosine from the end of warm-up to 0 at ``epochs`` (Loshchilov and Hutter 2017,
-    arXiv:1608.03983, without restarts).
-    "linear": a straight line from there to 0 (Li et al. 2020, arXiv:1905.04753; the short recipes
-    of ffcv-imagenet). "onecycle": half a cosine up from lr / 25 in the first 30 % of the epochs, or
-    in those of ``warmup`` instead, and half a cosine down to lr / 250,000 at ``epochs`` (Smith and
-    Topin 2017, arXiv:1708.07120, in torch's form; momentum stays as it is).
+    During the first ``warmup`` epochs it grows linearly from 0 to the schedule's rate. "step": x0.1
+    every 30 epochs and once more at epoch 80. "constant": lr in all epochs. "cosine": half a cosine
+    from the end of warm-up to 0 at ``epochs`` (Loshchilov and Hutter 2017, arXiv:1608.03983,
+    without restarts). "linear": a straight line from there to 0 (Li et al. 2020, arXiv:1905.04753;
+    the short recipes of ffcv-imagenet). "onecycle": half a cosine up from lr / 25 in the first 30 %
+    of the epochs, or in those of ``warmup`` instead, and half a cosine down to lr / 250,000 at
+    ``epochs`` (Smith and Topin 2017, arXiv:1708.07120, in torch's form; momentum does not change).
     """
     rise = warmup or RISE * epochs if schedule == "onecycle" else warmup
     done = min(1.0, max(0.0, position - rise) / max(epochs - rise, 1e-9))

@@ -20,7 +20,7 @@ class Parser(argparse.ArgumentParser):
         return list(self._option_string_actions)
 
     def error(self, message: str) -> NoReturn:
-        """End with ``message``; raises `UserError` where another process prints it."""
+        """Exit with ``message``; raises `UserError` if another process prints it."""
         if unknown := re.match(r"unrecognized arguments: (?:[^-]\S* )*(--?[\w-]+)", message):
             message = f"unknown option {unknown[1]}"
             if similar := difflib.get_close_matches(unknown[1], self.option_names, 1):
@@ -34,7 +34,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Keep the docstring's lines, and show the defaults where there are any."""
+    """Keep the docstring's line breaks, and show defaults if there are any."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default is None or action.default is False:
@@ -47,7 +47,7 @@ def number(
 ) -> Callable[[str], Any]:
     """The type of an option that takes a finite int or float (``kind``) from ``low`` to ``high``.
 
-    With ``exclusive``, ``low`` itself is refused.
+    With ``exclusive``, ``low`` itself is rejected.
     """
     limits = f"{'more than' if exclusive else 'at least'} {low}"
     limits += f" and at most {high:.12g}" if high < math.inf else ""
@@ -75,7 +75,7 @@ def list_of(kind: Callable[[str], int]) -> Callable[[str], list[int]]:
 
 
 def from_environment(name: str, kind: Callable[[str], Any], default: Any = None) -> Any:
-    """The environment variable ``name``, of a ``kind`` of this module; ``default`` if unset.
+    """The environment variable ``name``, parsed by ``kind``, a type of this module; or ``default``.
 
     Raises: `UserError` for a value that is not of this kind.
     """
@@ -89,7 +89,7 @@ def from_environment(name: str, kind: Callable[[str], Any], default: Any = None)
 
 
 def accuracy(text: str) -> float:
-    """Per cent; up to 1 it is a share, so 0.75 and 75 mean the same, and 1 is 100 %."""
+    """An accuracy in per cent. Up to 1 it is a fraction: 0.75 and 75 are the same, 1 is 100 %."""
     value = float(text)
     if not 0 < value <= 100:
         raise argparse.ArgumentTypeError(f"{text} is neither a share (0.75) nor per cent (75)")
@@ -97,7 +97,7 @@ def accuracy(text: str) -> float:
 
 
 def beta_shape(text: str) -> float:
-    """A of a distribution Beta(A, A), or 0. Below 0.001 its random numbers are no numbers."""
+    """Parameter A of Beta(A, A), or 0. Below 0.001 its random numbers would be NaN."""
     value = number(float, 0, 1000)(text)
     if 0 < value < 0.001:
         raise argparse.ArgumentTypeError(f"{text} is neither 0 nor 0.001 to 1000")
@@ -105,7 +105,7 @@ def beta_shape(text: str) -> float:
 
 
 def betas(text: str) -> str:
-    """Two numbers from 0 to below 1; kept as text, like all values in options.json."""
+    """Two numbers, at least 0 and below 1; kept as text, as options.json holds no lists."""
     values = [float(part) for part in text.split(",")]
     if len(values) != 2 or not all(0 <= value < 1 for value in values):
         raise argparse.ArgumentTypeError(f"{text} is not two numbers below 1, such as 0.9,0.95")
@@ -113,7 +113,7 @@ def betas(text: str) -> str:
 
 
 def batch_range(text: str) -> str:
-    """Global batches from LOW to HIGH; kept as text."""
+    """A range of global batch sizes, LOW:HIGH; kept as text."""
     limits = re.fullmatch(r"(\d+):(\d+)", text)
     if not limits or not 0 < int(limits[1]) <= int(limits[2]):
         raise argparse.ArgumentTypeError(f"{text} is not LOW:HIGH, such as 512:4096")
@@ -145,7 +145,7 @@ def run_name(text: str) -> str:
 
 betas.__name__ = "pair of numbers"
 beta_shape.__name__ = accuracy.__name__ = "number"
-# Upper limits, as numbers beyond them overflow or take all memory, with errors far from the option.
+# Larger numbers would overflow or take all memory, with errors that do not name the option.
 count, positive = number(int, 0, 2**31 - 1), number(int, 1, 2**31 - 1)
 epochs, pixels = number(int, 0, 1_000_000), number(int, 1, 10_000)
 fraction, non_negative = number(float, 0, 1), number(float, 0, 1e9)

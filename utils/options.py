@@ -43,13 +43,13 @@ def build_parser(description: str | None, batch: str) -> types.Parser:
     text = "folder with train/CLASS/*.JPEG and val/CLASS/*.JPEG; $IMAGENET_DIR if set, else /data"
     default = os.environ.get("IMAGENET_DIR", "/data")
     add("data", nargs="?", default=default, metavar="DATA", help=text)
-    text = "train on some of the class folders: the first N, those listed in FILE, or a list"
+    text = "train on some of the class folders: the first N, those listed in FILE, or A, B and C"
     add("--classes", metavar="N|FILE|A,B,C", help=text)
-    text = "side of the crop in pixels; default: as the checkpoint or the weights expect, else 224"
+    text = "side of the crop in pixels; default: that of the checkpoint or the weights, else 224"
     add("--image-size", type=types.pixels, metavar="PX", help=text)
     text = (
         "short side of a validation image before the centre crop, pixels; default: image size x "
-        "256/224, or as the checkpoint or weights expect. The image size keeps the borders"
+        "256/224, or that of the checkpoint or the weights. Larger values crop more of the borders"
     )
     add("--val-resize-size", type=types.pixels, metavar="PX", help=text)
     add("-b", "--batch-size", "--b", type=types.positive, default=128, metavar="N", help=batch)
@@ -67,7 +67,7 @@ def build_parser(description: str | None, batch: str) -> types.Parser:
     text = "smallest area of a training crop, as a fraction of the image"
     smallest = preprocessing.CROP_SCALE
     add("--crop-scale", type=types.fraction, default=smallest, metavar="S", help=text)
-    text = "RandAugment, TrivialAugment, AutoAugment or AugMix on training crops"
+    text = "apply RandAugment, TrivialAugment, AutoAugment or AugMix to training crops"
     add("--auto-augment", choices=preprocessing.POLICIES, help=text)
     text = "probability of a grey box in a training crop"
     add("--random-erasing", type=types.fraction, default=0.0, metavar="P", help=text)
@@ -81,9 +81,9 @@ def build_parser(description: str | None, batch: str) -> types.Parser:
     text = "N different crops of each image in a global batch; 3 is common for transformers"
     add("--repeated-aug", type=types.number(int, 1, 1000), default=1, metavar="N", help=text)
     text = (
-        "side of the training crops by epoch, pixels. 160:192: 160 for the first 70 %% of the "
-        "epochs, 192 from 85 %% on, between in steps of 32 (smaller if a size is no multiple). "
-        "96,128,160: equal parts of the epochs. Evaluation is at --image-size"
+        "side of the training crops in pixels, by epoch. 160:192 is 160 for the first 70 %% of the "
+        "epochs, 192 from 85 %% on, and grows in steps of 32 in between (less if a size is not a "
+        "multiple). 96,128,160 gives each an equal part of the epochs. Evaluation uses --image-size"
     )
     add("--progressive", type=addons.progressive, metavar="SIZES", help=text)
 
@@ -100,29 +100,29 @@ def build_parser(description: str | None, batch: str) -> types.Parser:
     add("--freeze", action="store_true", help=text)
     text = "stochastic depth: drop rate of the last block; default: the model's own"
     add("--drop-path", type=types.fraction, metavar="P", help=text)
-    text = "zero the last batch norm of each block of a ResNet, which then begins as the identity"
+    text = "zero the last batch norm of each ResNet block, so that blocks begin as the identity"
     add("--zero-init-gamma", action="store_true", help=text)
-    text = "recompute activations in backward: less memory, one more forward pass, equal weights"
+    text = "recompute activations in backward: less memory, one more forward pass, same result"
     add("--activation-checkpointing", action="store_true", help=text)
     text = "memory layout NHWC, which is faster for convolutions"
     add("--channels-last", action=argparse.BooleanOptionalAction, default=True, help=text)
     text = (
-        "evaluate an exponential moving average of the weights, too, over about 1/(1-DECAY) steps; "
-        "best.pt is the better of the two models. 0.9999 suits long trainings, 0.998 short ones"
+        "also evaluate an exponential moving average of the weights over about 1/(1-DECAY) steps; "
+        "best.pt is the better of the two models. 0.9999 suits long runs, 0.998 short ones"
     )
     add("--ema", type=types.ema_decay, metavar="DECAY", help=text)
 
     add = parser.add_argument_group("training").add_argument
     text = (
-        "take options from a file, or from one in scripts/recipes by its name (fast16); options on "
-        "the command line take precedence"
+        "read options from FILE, or from a recipe in scripts/recipes by its name (fast16); options "
+        "on the command line take precedence"
     )
     add("--recipe", metavar="NAME|FILE", help=text)
-    text = "global batches for which the learning rate was chosen; warn about any other"
+    text = "global batch sizes for which the learning rate was tuned; warn about others"
     add("--batch-range", type=types.batch_range, metavar="LOW:HIGH", help=text)
     add("--epochs", type=types.epochs, default=90, metavar="N", help="total number of epochs")
     add("--start-epoch", type=types.epochs, metavar="N", help="start from this epoch")
-    text = "muon: Muon for matrices and convolutions inside the model, AdamW for the rest"
+    text = "muon uses Muon for matrices and convolutions inside the model, AdamW for the rest"
     add("--optimizer", choices=optim.NAMES, default="sgd", help=text)
     text = "learning rate after warm-up (default: 0.1); with adamw and muon 0.001"
     add("--lr", "--learning-rate", type=types.non_negative, help=text)
@@ -140,19 +140,19 @@ def build_parser(description: str | None, batch: str) -> types.Parser:
         "--warmup-epochs, then falling to 0"
     )
     add("--lr-schedule", choices=optim.SCHEDULES, default="step", help=text)
-    text = "linear warm-up from 0"
+    text = "epochs of linear warm-up from 0"
     add("--warmup-epochs", type=types.non_negative, default=0.0, metavar="N", help=text)
     text = "scale --lr with the global batch: linear, lr x batch/256; sqrt, lr x (batch/256)^0.5"
     add("--lr-scaling", choices=("none", "linear", "sqrt"), default="none", help=text)
     add("--label-smoothing", type=types.fraction, default=0.0, metavar="E", help="0.1 is common")
-    text = "batches whose gradients are accumulated for one step; multiplies the global batch"
+    text = "accumulate the gradients of N batches for each step; the global batch grows N times"
     add("--accum-steps", type=types.positive, default=1, metavar="N", help=text)
     text = (
-        "compile the training step by torch.compile (not evaluation). reduce-overhead: with CUDA "
+        "compile the training step with torch.compile (not evaluation). reduce-overhead uses CUDA "
         "graphs, for small batches. If you omit the mode, put the option after DATA"
     )
     add("--compile", nargs="?", const="default", choices=COMPILE, help=text)
-    text = "gradient norm limit; 0: off"
+    text = "clip the gradient norm to this limit; 0: off"
     add("--clip-grad", type=types.non_negative, default=0.0, metavar="NORM", help=text)
     add("--seed", type=types.seed, default=0, help="seed of weights, order and augmentation")
 
@@ -161,8 +161,8 @@ def build_parser(description: str | None, batch: str) -> types.Parser:
     add("--name", type=types.run_name, help=text)
     add("--output-dir", default="runs", metavar="DIR", help="parent of run directories")
     text = (
-        "continue from this snapshot, a file or URL; auto (or no value, after DATA): from the "
-        "snapshot of --name, here or in --store, if there is one"
+        "resume from this snapshot, a file or URL; auto: from the snapshot of --name, here or in "
+        "--store, if there is one. If you omit the value, put the option after DATA"
     )
     add("--resume", nargs="?", const="auto", metavar="FILE|URL|auto", help=text)
     text = "minutes between snapshots within an epoch; one is also taken after each epoch"
@@ -193,7 +193,7 @@ def build_parser(description: str | None, batch: str) -> types.Parser:
         "az:// (with s3fs, gcsfs or adlfs installed) or a folder"
     )
     add("--store", metavar="URL|DIR", help=text)
-    text = "send curves, options and the first batch to Weights & Biases, too (pip install wandb)"
+    text = "also send curves, options and the first batch to Weights & Biases (pip install wandb)"
     add("--tracker", choices=tuple(addons.TRACKERS), help=text)
     url = stopping.SPOT_SERVICE
     text = f"stop with a snapshot when EC2 reclaims a node; URL of its metadata, if not {url}"
@@ -202,19 +202,19 @@ def build_parser(description: str | None, batch: str) -> types.Parser:
 
 
 def add_communication(parser: argparse.ArgumentParser) -> None:
-    """How gradients are exchanged between the processes, for DistributedDataParallel."""
+    """Add the options of the gradient exchange, for DistributedDataParallel."""
     add = parser.add_argument_group("communication").add_argument
     text = (
         "format in which gradients are exchanged: fp32, fp16, bf16, int8, int4 or powersgd[:RANK] "
         "(RANK 4 if omitted); scripts/bench_network.py measures which is fast on your network"
     )
     add("--comm", type=addons.comm_method, default="fp32", metavar="METHOD", help=text)
-    text = "size of the buckets in which gradients are exchanged; default: torch's, 1, then 25"
+    text = "size of the buckets in which gradients are exchanged; default: torch's (1, then 25)"
     add("--bucket-mb", type=types.non_negative, metavar="MIB", help=text)
 
 
 def parse(parser: types.Parser, words: Sequence[str] | None = None, local: bool = True) -> Options:
-    """Parse the command line, or ``words``. Raises: `UserError` for options that do not fit.
+    """Parse the command line, or ``words``. Raises: `UserError` for invalid combinations.
 
     Without ``local`` the options are for other machines: files that they name may be missing here.
     """
@@ -239,7 +239,7 @@ def _is_folder(value: Any) -> bool:
 
 
 def _contradictions(args: argparse.Namespace, local: bool) -> Iterator[str]:
-    """What is wrong with options that do not go together, or cannot be used here."""
+    """Error messages for options that contradict each other, or cannot be used here."""
     if _is_folder(args.pretrained):
         yield f"--pretrained {args.pretrained} is a folder, not a file"
     if args.pretrained and args.zero_init_gamma:
@@ -250,9 +250,9 @@ def _contradictions(args: argparse.Namespace, local: bool) -> Iterator[str]:
         text = "needs float32: --opt-level O2 keeps float32 masters, O3 does not"
         yield f"--optimizer {args.optimizer} {text}"
     if local and not addons.sources(args) and not os.path.isdir(args.data):
-        text = "give DATA, or draw one: python scripts/prepare_data.py sample data/sample"
+        text = "give DATA, or make a sample: python scripts/prepare_data.py sample data/sample"
         if _is_folder(args.resume):
-            text = f"--resume took {args.resume} for its file; write --resume auto {args.resume}"
+            text = f"--resume read {args.resume} as its FILE; use --resume auto {args.resume}"
         yield f"data folder {args.data} is missing: {text}"
     if local and args.find_batch and not torch.cuda.is_available():
         yield "--find-batch measures the memory of GPUs, and there is none"

@@ -10,7 +10,7 @@ from utils.errors import UserError
 
 MEAN = (0.485, 0.456, 0.406)  # ImageNet's, per channel, for pixels in 0..1
 STD = (0.229, 0.224, 0.225)
-CROP_SCALE = 0.08  # smallest share of the image's area that a training crop covers
+CROP_SCALE = 0.08  # smallest fraction of the image's area that a training crop covers
 POLICIES = ("ra", "ta_wide", "aa", "augmix")  # of --auto-augment, see `utils.extras.augment`
 INTERPOLATIONS = ("bilinear", "bicubic")
 SIZES = ("image_size", "val_resize_size", "val_image_size")
@@ -20,7 +20,7 @@ Channels = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """From an image file to a model's input; by default, ImageNet's usual way.
+    """How an image file becomes a model's input. The defaults are the usual ones for ImageNet.
 
     Training crops are resized to ``image_size`` pixels. In evaluation the short side is resized to
     ``val_resize_size``, and a square of ``val_image_size`` (None: of ``image_size``) cut out of
@@ -42,7 +42,7 @@ class Preprocessing:
     def resized(
         self, image_size: int | None, val_resize_size: int | None, val_image_size: int | None = None
     ) -> "Preprocessing":
-        """The same with other sizes; None keeps the proportions.
+        """A copy with other sizes; None keeps the proportions.
 
         Raises: `UserError` when the crop is larger than the resized image.
         """
@@ -66,7 +66,7 @@ class Preprocessing:
 
     @classmethod
     def from_dict(cls, saved: Any, file: object) -> "Preprocessing":
-        """The inverse of `as_dict`, for what ``file`` holds. Raises: `UserError`."""
+        """The inverse of `as_dict`; messages name ``file``. Raises: `UserError`."""
         try:
             return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
         except (AttributeError, TypeError) as error:
@@ -96,5 +96,5 @@ def to_rgb(picture: Image.Image) -> Image.Image:
 
 
 def nearest_interpolation(name: str) -> str:
-    """``name``, or bicubic, which is the nearest to Lanczos', for a few models of timm."""
+    """``name`` if supported, else bicubic: the nearest to Lanczos, which a few timm models use."""
     return name if name in INTERPOLATIONS else "bicubic"

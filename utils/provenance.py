@@ -1,4 +1,4 @@
-"""The GPU's driver, and a run's figures as they are quoted; without torch."""
+"""The version of the GPU driver, and the typical figures of a run. Without torch."""
 
 import contextlib
 import math
@@ -22,7 +22,7 @@ def driver(folder: Path = DRIVER) -> str:
 
 def is_cpu_chosen() -> bool:
     """Whether the environment hides the GPUs."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")  # the last: Slurm's
+    return os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")  # the last by Slurm
 
 
 def typical(points: Mapping[float, float]) -> float | None:

@@ -47,7 +47,7 @@ def start(session: Session) -> None:
     scaled = optim.scale_lr(args.lr, global_batch, args.lr_scaling)
     if args.lr_scaling != "none":
         log.info(
-            f"lr {scaled:.4g}: --lr {args.lr:g} by the {args.lr_scaling} rule for "
+            f"lr {scaled:.4g}: --lr {args.lr:g} scaled by the {args.lr_scaling} rule, "
             f"{global_batch}/{optim.REFERENCE_BATCH}"
         )
         if scaled > 1.5 * args.lr and not args.warmup_epochs:
@@ -69,8 +69,8 @@ def sharding(session: Session) -> None:
 
 
 def setting(session: Session) -> dict[str, Any]:
-    """Facts about a run: of the event file, of summary.json and of ``--dummy``."""
-    world, comm = session.world, getattr(session.args, "comm", None)  # DDP alone has a choice
+    """Facts about a run, for the event file, summary.json and ``--dummy``."""
+    world, comm = session.world, getattr(session.args, "comm", None)  # only DDP has it
     return {
         "arch": session.args.arch,
         "mode": session.run.mode,
@@ -127,8 +127,8 @@ def end(
 ) -> None:
     """Print the closing line and write summary.json.
 
-    ``val`` defaults to the last epoch's; ``pauses`` are the seconds for which training stood still
-    for each snapshot.
+    ``val`` defaults to the metrics of the last epoch. ``pauses`` are the seconds for which each
+    snapshot paused training.
     """
     state, run, best, by = session.state, session.run, session.state.best, session.args.best_by
     last: dict[str, float] = val or (state.history[-1] if state.history else {})
@@ -177,9 +177,9 @@ def end(
 
 
 def time_left(args: Any, state: TrainState) -> str:
-    """The remaining time as 1:02:03, by --epochs and --train-time; "" for none.
+    """The remaining time as 1:02:03, from --epochs and --train-time; "" if there is none.
 
-    An epoch lasts as long as it typically did, evaluation included.
+    It assumes the median duration of the epochs so far, evaluation included.
     """
     epoch = over_epochs(state.history, "Seconds") or 0.0
     seconds = epoch * max(args.epochs - state.epoch, 0)

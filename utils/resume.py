@@ -11,7 +11,7 @@ from utils.models import scale_input_as
 from utils.optim import TO_THE_END
 from utils.snapshots import PREVIOUS, TrainState
 
-# Another value would break off the order of samples, the learning-rate schedule or the optimiser.
+# Changes to these would break the order of samples, the learning-rate schedule or the optimiser.
 _OPTIMISER = ("optimizer", "wd_norm", "freeze")
 _FIXED = ("seed", "repeated_aug", "lr_schedule", "warmup_epochs", "progressive", *_OPTIMISER)
 _PLACES = ("name", "output_dir", "resume", "data", "command", "mode", "store", "dist_url", "rank")
@@ -31,11 +31,11 @@ def saved_preprocessing(path: Path | None) -> dict[str, Any] | None:
 def load(
     state: TrainState, args: Any, content: dict[str, Any], path: Any, classes: list[str]
 ) -> list[str]:
-    """Load the ``content`` of a checkpoint: the model's weights, and to train on, all other parts
-    of a snapshot of ours. Weights of other programs are loaded, too.
+    """Load the ``content`` of a checkpoint: the model's weights and, to continue training, all
+    other parts of a snapshot. It also loads weights of other programs.
 
-    ``path`` is its name in messages. Returns: notes for the log. Raises: `UserError` where the file
-    is of another model, other classes or another schedule, and for a part that does not fit.
+    ``path`` is its name in messages. Returns: notes for the log. Raises: `UserError` if the model,
+    the classes, the schedule or another part does not match.
     """
     notes = []
     try:
@@ -85,7 +85,7 @@ def load(
 
 
 def _check(content: dict[str, Any], args: Any, path: Any, classes: list[str]) -> None:
-    """Raise `UserError` for a file of another model, other classes or another schedule."""
+    """Raise `UserError` if the model, the classes or the schedule of the file do not match."""
     is_snapshot, theirs = "progress" in content, content.get("classes")
     saved = content["options"] if is_snapshot else content.get("options", content)
     if (arch := content.get("arch", saved.get("arch", args.arch))) != args.arch:
@@ -93,14 +93,14 @@ def _check(content: dict[str, Any], args: Any, path: Any, classes: list[str]) ->
     if classes and theirs and list(theirs) != classes:
         raise UserError(
             f"{path} has other classes than the data ({len(theirs)}: {theirs[0]}, ...): choose the "
-            "same with DATA and --classes",
+            "same classes with DATA and --classes",
             on_every_rank=True,
         )
     if not is_snapshot or args.evaluate or args.start_epoch is not None:
         return
     changed = changed_options(saved, args)
     fixed = [key for key in changed if key in _FIXED]
-    # Step after step, the last epoch does not matter.
+    # The step schedule does not depend on the last epoch.
     if "epochs" in changed and (saved.get("lr_schedule") in TO_THE_END or saved.get("progressive")):
         fixed.append("epochs")
     if fixed:
@@ -113,7 +113,7 @@ def _check(content: dict[str, Any], args: Any, path: Any, classes: list[str]) ->
 
 
 def changed_options(saved: dict[str, Any], args: Any) -> list[str]:
-    """Names of the options that differ now, without places and what the snapshot decides."""
+    """Names of options that differ from ``saved``, except places and sizes set by the snapshot."""
     now = vars(args)
     free = (*_PLACES, *getattr(args, "defaulted_sizes", ()))
     return [key for key in saved if key in now and key not in free and saved[key] != now[key]]
@@ -125,7 +125,7 @@ def as_option(key: str, value: Any) -> str:
 
 
 def _loss_scale(saved: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
-    """A scaler's ``state`` with the loss scale that any of our scripts has ``saved``."""
-    clean = ("clean_steps", "_growth_tracker")  # torch's name and Apex's mean the same
+    """A scaler's ``state`` with the loss scale in ``saved``, the state of any script's scaler."""
+    clean = ("clean_steps", "_growth_tracker")  # Apex's and torch's names of one value
     names = {key: clean if key in clean else (key,) for key in state}
     return state | {key: saved[name] for key in state for name in names[key] if name in saved}

@@ -20,7 +20,7 @@ from utils.option_types import is_url
 from utils.snapshots import BEST, SNAPSHOT, latest, name_newer_snapshot, read_whole
 from utils.world import World, broadcast_from_rank0
 
-# ---- what is printed
+# ---- printed lines
 
 OPTIONS, SUMMARY, LOG = "options.json", "summary.json", "train.log"
 
@@ -28,13 +28,13 @@ log = logging.getLogger(__name__)
 
 
 def as_line(record: logging.LogRecord) -> str:
-    """The printed line of a record. Warnings and errors begin with that word."""
+    """The line to print for a record. Warnings and errors begin with their level."""
     text = printable(record.getMessage())
     return text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}"
 
 
 class Console(logging.Handler):
-    """Prints what this package logs in the first process of each node.
+    """Prints the log of this package in the first process of each node.
 
     Rank 0 also appends it to ``folder``/train.log. On a terminal it shows progress bars.
     """
@@ -49,7 +49,7 @@ class Console(logging.Handler):
         logger.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Show one line. A full disk must not end a training: the line has been printed."""
+        """Show one line. If the disk is full, training continues: the line has been printed."""
         text = as_line(record)
         if self.has_bar:
             tqdm.write(text)  # above the bar
@@ -64,9 +64,9 @@ class Console(logging.Handler):
 
 
 def _directory(args: Any, world: World, mode: str) -> Path:
-    """The run's directory, which may not exist yet. For rank 0. Raises: `UserError` if taken."""
+    """The run's directory, which may not exist yet; in rank 0. Raises: `UserError` if taken."""
     continues, name = args.resume and not args.evaluate, args.name
-    if continues and not name:  # a run continues where it was
+    if continues and not name:  # continue in the directory of that run
         if is_url(args.resume):
             name = addons.extra("store").run_name(args.resume, OPTIONS)
         elif (Path(args.resume).parent / OPTIONS).is_file():
@@ -107,9 +107,9 @@ def checkpoint_file(args: Any) -> Path | None:
 class Run:
     """A process's run directory, log and curves. ``mode``: nd, dp, ddp, ...
 
-    Rank 0 calls the functions in ``curves`` with (tags, x), those in ``pictures`` with (tag, image
-    of Pillow, x), those in ``written`` with the path of each written file, and those in ``at_end``
-    when the run ends.
+    Rank 0 calls the functions in ``curves`` with (tags, x), those in ``pictures`` with (tag, Pillow
+    image, x), those in ``written`` with the path of each written file, and those in ``at_end`` when
+    the run ends.
     """
 
     def __init__(self, args: Any, world: World, mode: str):
@@ -119,14 +119,14 @@ class Run:
         """
         self.args, self.world, self.mode = args, world, mode
         self.folder: Path | None = None
-        self.source: Any = None  # the name, in messages, of the checkpoint that was read
-        self.lock: Any = None  # of a training, see `addons.run_lock`
-        self.is_writing = not (args.evaluate or addons.measures(args))  # a training
+        self.source: Any = None  # the checkpoint that was read, as messages name it
+        self.lock: Any = None  # only for training, see `addons.run_lock`
+        self.is_writing = not (args.evaluate or addons.measures(args))  # it trains
         self.curves: list[Callable[[dict[str, float], int], None]] = []
         self.pictures: list[Callable[[str, Any, int], None]] = []
         self.written: list[Callable[[Path], None]] = []
         self.at_end: list[Callable[[], None]] = []
-        self.events: tensorboard.EventFile | None = None  # of a training, in rank 0
+        self.events: tensorboard.EventFile | None = None  # in rank 0 of a training
         plain = (int, float, str, type(None))
         self.options = {k: v for k, v in vars(args).items() if isinstance(v, plain)}
         self.options |= {"mode": mode, "command": " ".join(sys.argv)}
@@ -140,7 +140,7 @@ class Run:
                 "--resume auto, without --start-epoch",
                 on_every_rank=True,
             )
-        # An evaluation of the run --name leaves the files of that run alone.
+        # An evaluation of an existing run does not change the files of that run.
         has_own = args.name and not args.find_batch and not (args.evaluate and continues)
         if self.is_writing or has_own:
             self.folder = broadcast_from_rank0(lambda: _directory(args, world, mode), world)
@@ -149,7 +149,7 @@ class Run:
                 option = f" with --resume {'auto' if args.name else self.folder / SNAPSHOT}"
                 again = "run the same command"
                 errors.how_to_continue = again + (" again" if args.resume == "auto" else option)
-            # In short rounds, as the other ranks wait no longer than --dist-timeout for one.
+            # Poll the lock: in each broadcast, other ranks wait at most --dist-timeout.
             while not self._in_rank0(self._make):
                 time.sleep(0.5)
             if self.lock and restarts:
@@ -161,7 +161,7 @@ class Run:
             log.info(self.lock.note)
 
     def _in_rank0(self, compute: Callable[[], Any]) -> Any:
-        """`broadcast_from_rank0`. Raises: `UserError`, also where the disk refuses a write."""
+        """`broadcast_from_rank0`. Raises: `UserError`, also for a failed write."""
 
         def guarded() -> Any:
             try:
@@ -183,11 +183,10 @@ class Run:
         return self.lock is None or self.lock.poll()
 
     def read_checkpoint(self) -> dict[str, Any] | None:
-        """The content of the file to resume from; None if there is none. Sets ``source``.
+        """The content of the checkpoint to resume from; None if there is none. Sets ``source``.
 
-        With "auto" it is the run's own snapshot. Opens ``--store`` first.
-        Raises: `UserError` for a file that holds only weights in the directory of a run: training
-        would begin anew and overwrite that run.
+        Opens ``--store`` first. Raises: `UserError` for a file with only weights in the directory
+        of a run: training would start over and overwrite that run.
         """
         self.source, content = self._in_rank0(self._read_checkpoint)
         return content
@@ -210,7 +209,7 @@ class Run:
         holds_run = is_own or (self.is_writing and (folder / OPTIONS).is_file())
         if holds_run and args.start_epoch is None and "progress" not in content:
             raise UserError(
-                f"{source} has weights, but no position in a training: beginning anew would "
+                f"{source} has weights, but no position in a training: starting over would "
                 f"overwrite the run in {folder}. To train from these weights, use --pretrained "
                 "FILE with another --name"
             )
@@ -222,8 +221,8 @@ class Run:
             tell(path)
 
     def close(self) -> None:
-        """Call the functions in ``at_end``. All ranks wait for rank 0: a launcher ends the others
-        when one has ended."""
+        """Call the functions in ``at_end``. All ranks wait for rank 0: when one rank exits, a
+        launcher kills the others."""
 
         def end_all() -> None:
             for end in self.at_end:
@@ -232,9 +231,9 @@ class Run:
         broadcast_from_rank0(end_all, self.world)
 
     def begin(self, epoch: int, position: float, facts: dict[str, Any] | None = None) -> None:
-        """Open the files. Points past ``epoch`` (finished) and ``position`` (epochs, fractional)
-        that a killed run left in the event files are cut off, so that curves never run backward.
-        ``facts`` about a training (see `addons.facts`) begin the run's `record`.
+        """Open the files. Remove points after ``epoch`` (finished) and ``position`` (epochs,
+        fractional) that a killed run left in the event files, so that curves never run backward.
+        ``facts`` about a training (see `addons.facts`) are the first entries of the run's `record`.
         """
 
         def open_files() -> None:
@@ -242,12 +241,12 @@ class Run:
             _save_json(self.options, self.folder / OPTIONS)
             if facts is not None:
                 self.record |= facts
-                addons.open_tracker(self)  # it looks at the points that are cut off
+                addons.open_tracker(self)  # first, as it reads the points that are cut off
             tensorboard.cut_off(self.folder, epoch, round(1000 * position))
-            # What is here may be newer than what the store has: the last process died sending.
+            # The store may have older files, if the last process died while it sent these.
             for name in (OPTIONS, BEST, SNAPSHOT):
                 self.tell_written(self.folder / name)
-            if facts is not None:  # without curves, an event file would make it a run to compare
+            if facts is not None:  # an event file without curves would count as a run to compare
                 opening = addons.opening_summaries(self.options | self.record)
                 self.events = tensorboard.EventFile(self.folder, opening)
                 self.curves.append(self.events.write)
@@ -256,7 +255,7 @@ class Run:
             self._in_rank0(open_files)
 
     def progress_bar(self, title: str, steps: int, done: int = 0) -> tqdm:
-        """A bar for ``steps`` steps, of which some are ``done``. Off, unless on a terminal."""
+        """A bar for ``steps`` steps, ``done`` of them finished. It is shown only on a terminal."""
         off = not self.console.has_bar
         return tqdm(desc=title, total=steps, initial=done, leave=False, unit="step", disable=off)
 
@@ -289,7 +288,7 @@ class Run:
         self.record |= results
         if self.world.is_main and self.folder is not None:
             path = self.folder / SUMMARY
-            # JSON has no NaN, and other programs read this file: what was not measured is null.
+            # JSON has no NaN, and other programs read this file: write null for missing values.
             clean = {key: None if value != value else value for key, value in self.record.items()}
             try:
                 _save_json(clean, path)

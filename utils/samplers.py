@@ -1,4 +1,4 @@
-"""Which sample comes when: the training order, and exact shards for evaluation.
+"""The order of training samples, and exact shards for evaluation.
 
 The order of an epoch is a function of (seed, epoch) alone. It is cut into global batches, and each
 global batch into equal parts for micro-batches and slices (see `utils.world.World`), so that global
@@ -13,9 +13,9 @@ import numpy as np
 
 
 class Batch(NamedTuple):
-    """What a sampler asks a loader for: ``indices`` (int64) of the images, and their epoch.
+    """A sampler's request to a loader: ``indices`` (int64) of the images, and their epoch.
 
-    Index i + v x images is another view of image i, augmented in a way of its own.
+    Index i + v x images is view v of image i, which has its own random augmentation.
 
     ``size`` is the side of the images in pixels (0: the data set's own), ``slot`` their place in
     the ring of `utils.loaders`.
@@ -40,20 +40,20 @@ def epoch_order(images: int, seed: int, epoch: int) -> np.ndarray:
 def global_batch(batch: int, slices: int, accum: int, images: float = math.inf) -> int:
     """Images per optimiser step over all processes.
 
-    ``batch`` images per process and micro-batch, ``accum`` micro-batches per step; a data set of
+    ``batch`` images per process and micro-batch, ``accum`` micro-batches per step. A data set with
     fewer ``images`` is one step.
     """
     return int(min(images, batch * slices * accum))
 
 
 class TrainSampler:
-    """Batches of one slice, epoch by epoch, from any step on; a ``batch_sampler`` for DataLoader.
+    """Batches of one slice, epoch by epoch, from any step on: a ``batch_sampler`` for DataLoader.
 
     ``batch`` is the size of a micro-batch per process and ``accum`` the number of micro-batches per
-    step, so a global batch has batch x slices x accum images. Images at the end of an epoch that
-    fill no global batch are left out (others in each epoch). A data set smaller than one global
-    batch makes one smaller step an epoch, divided as evenly as possible. ``sizes`` are
-    the sides of the images in each epoch (``args.epoch_sizes``), () if all have the same.
+    step, so a global batch has batch x slices x accum images. An incomplete global batch at the end
+    of an epoch is dropped (with other images each epoch). A data set smaller than one global batch
+    makes one smaller step an epoch, divided as evenly as possible. ``sizes`` are the sides of the
+    images in each epoch (``args.epoch_sizes``), () if all have the same.
     """
 
     def __init__(self, images: int, batch: int, slices: tuple[int, int], accum: int, seed: int):

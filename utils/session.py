@@ -1,4 +1,4 @@
-"""What a script has built with its options, and what lives while it trains."""
+"""The objects that a script builds from its options, and those that exist during training."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ Predict = Callable[[Tensor], Tensor]  # images to logits, with the mode's precis
 
 @dataclass(frozen=True)
 class Session:
-    """A script's options and what it has built with them."""
+    """A script's options and the objects that it builds from them."""
 
     args: Any
     world: World
@@ -36,7 +36,7 @@ class Session:
 
     @property
     def global_batch(self) -> int:
-        """Images per optimiser step over all processes; without training data, what -b asks for."""
+        """Images per optimiser step over all processes; without training data, computed from -b."""
         if self.loaders.train is not None:
             return self.train.sampler.global_batch
         args = self.args
@@ -45,11 +45,11 @@ class Session:
 
 @dataclass(frozen=True)
 class Training(Session):
-    """What lives from `loop.begin` to `loop.end` besides."""
+    """The objects that also exist from `loop.begin` to `loop.end`."""
 
     stop: StopRequest
     watch: Any  # see `addons.watch`
-    snapshots: SnapshotWriter | None  # in rank 0 alone
+    snapshots: SnapshotWriter | None  # only in rank 0
     show_status: Callable[..., None]  # of (phase, figures): see `addons.status`
     print_freq: int  # steps between printed lines, the same in all ranks
     first_epoch: int  # the first one that this process trains

@@ -1,7 +1,7 @@
-"""Snapshots: what they hold, and how they are written beside training.
+"""Snapshots: their content, and how they are written while training continues.
 
 Training pauses only while the state is copied to the host. A thread then writes the copy. At any
-instant, also in the middle of a write, ``snapshot.pt`` or the one before it is complete on disk.
+instant, also during a write, ``snapshot.pt`` or the snapshot before it is complete on disk.
 """
 
 import logging
@@ -32,26 +32,25 @@ DAMAGED = "snapshot_damaged.pt"
 def latest(folder: Path) -> Path | None:
     """The newest snapshot in a run directory; None if there is none.
 
-    Raises: `UserError` for a link that leads nowhere: its disk may not be mounted, and training
-    would begin anew.
+    Raises: `UserError` for a broken link: if its disk is not mounted, training would start over.
     """
     for path in (folder / SNAPSHOT, folder / PREVIOUS):
         if path.is_file():
             return path
         if os.path.lexists(path):
             raise UserError(
-                f"{path} is neither a file nor a link to one that is there: mount its disk, or "
+                f"{path} is a broken link, or not a file: mount its disk, or "
                 "train with another --name"
             )
     return None
 
 
 def read_whole(path: Path, set_aside: bool = False) -> tuple[Path, dict[str, Any]]:
-    """Read ``path``; if it is a run's snapshot and damaged, the one before, with a warning.
+    """Read ``path``. If it is a run's snapshot and damaged, warn and read the one before it.
 
-    ``set_aside``: the run continues in this folder, so the damaged file gets another name. The next
-    save would otherwise keep it as the previous one, in place of the whole one. Returns: the path
-    that was read, and its content. Raises: `UserError`.
+    ``set_aside``: rename the damaged file, as the run continues in this folder. Otherwise the next
+    save would keep it as the previous snapshot, in place of the intact one. Returns: the path that
+    was read, and its content. Raises: `UserError`.
     """
     previous = path.with_name(PREVIOUS)
     try:
@@ -71,7 +70,7 @@ def read_whole(path: Path, set_aside: bool = False) -> tuple[Path, dict[str, Any
 
 
 def name_newer_snapshot(folder: Path) -> None:
-    """If a killed process had written a newer snapshot completely, but not named it, name it.
+    """If a killed process wrote a newer snapshot completely but did not rename it, rename it.
 
     A damaged ``snapshot.pt`` is never kept as the previous one.
     """
@@ -98,7 +97,7 @@ def _is_snapshot(path: Path) -> bool:
 def write(content: dict[str, Any], path: Path) -> None:
     """torch.save to ``path``, atomically. The previous ``snapshot.pt`` is kept as `PREVIOUS`.
 
-    Raises: `UserError`; the old file is then as it was.
+    Raises: `UserError`; the old file is then unchanged.
     """
     previous = path.with_name(PREVIOUS) if path.name == SNAPSHOT else None
     try:
@@ -110,7 +109,7 @@ def write(content: dict[str, Any], path: Path) -> None:
 
 
 class SnapshotWriter:
-    """Writes sets of files into a folder, one after the other, in a thread. For rank 0.
+    """Writes sets of files into a folder, one after the other, in a thread. Only in rank 0.
 
     A failed write is logged, and so is the next one that succeeds. The thread calls the functions
     ``written`` with the path of each file that it has written.
@@ -120,8 +119,8 @@ class SnapshotWriter:
         self.folder, self.written = folder, written
         self.failure: UserError | None = None  # of the last write
         self.pauses: list[float] = []  # seconds that training paused, one entry per snapshot
-        self._thread = threading.Thread()  # the last one that was started
-        self._buffers: dict[str, Tensor] = {}  # of the last copies: new memory would be slower
+        self._thread = threading.Thread()  # the last one
+        self._buffers: dict[str, Tensor] = {}  # of the last copies; new memory would be slower
 
     @property
     def busy(self) -> bool:
@@ -129,7 +128,7 @@ class SnapshotWriter:
         return self._thread.is_alive()
 
     def save(self, files: dict[str, dict[str, Any]], collecting: float = 0.0) -> None:
-        """Copy the contents (file name -> what torch.save takes) and begin to write them.
+        """Copy the contents (file name -> object for torch.save) and begin to write them.
 
         Waits for the previous write. Returns once the copy is made: the originals may then change.
         ``collecting``: seconds that the caller has spent on the contents.
@@ -139,7 +138,7 @@ class SnapshotWriter:
         copied: dict[int, Tensor] = {}  # a tensor that is in two files is copied once
 
         def copy(tensor: Tensor, place: str) -> Tensor:
-            """A copy on the host, into the buffer of the last time if that has the same layout."""
+            """A copy on the host, in the last snapshot's buffer if that has the same layout."""
             if id(tensor) not in copied:
                 values, buffer = tensor.detach(), self._buffers.get(place)
                 if buffer is None or _layout(buffer) != _layout(values):
@@ -173,7 +172,7 @@ class SnapshotWriter:
             self.failure = failure
         else:
             if self.failure is not None:
-                log.info(f"{self.folder / SNAPSHOT} could be written again")
+                log.info(f"{self.folder / SNAPSHOT} was saved, after earlier failures")
             self.failure = None
 
 
@@ -190,7 +189,7 @@ def _map_tensors(change: Callable[[Tensor, str], Any], value: Any, place: str = 
     return change(value, place) if isinstance(value, Tensor) else value
 
 
-# ---- what a snapshot holds
+# ---- the content of a snapshot
 
 
 class Part(Protocol):
@@ -224,7 +223,7 @@ class ModelPart:
 
 
 class OptimizerPart:
-    """An optimiser's state; its hyperparameters are those of the command line."""
+    """An optimiser's state. The hyperparameters come from the command line instead."""
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         self.optimizer = optimizer
@@ -240,7 +239,7 @@ class OptimizerPart:
         groups = self.optimizer.state_dict()["param_groups"]
         saved = [len(group["params"]) for group in state["param_groups"]]
         if saved != [len(group["params"]) for group in groups]:
-            raise ValueError("other groups of weights")
+            raise ValueError("different parameter groups")
         weights = [w for group in self.optimizer.param_groups for w in group["params"]]
         moments = {
             number: {name: _moment_like(value, weights[number]) for name, value in entry.items()}
@@ -250,7 +249,7 @@ class OptimizerPart:
 
 
 def _moment_like(value: Any, weight: Tensor) -> Any:
-    """``value``, laid out like ``weight`` if it is a moment of its shape."""
+    """``value``; a moment gets the memory layout of its ``weight``."""
     if not isinstance(value, Tensor) or value.ndim == 0:  # a count of steps
         return value
     # Adafactor keeps sums over rows and columns: 1 in that dimension.
@@ -268,25 +267,25 @@ class TrainState:
     """Everything needed to resume. Order of samples, augmentation and dropout are functions of seed
     and position, so no random state is saved.
 
-    ``parts`` are the parts of a snapshot by name; to save one more thing, add it there. Model,
-    optimiser and scaler are among them, and the position as "progress", which is this object.
+    ``parts`` are the parts of a snapshot by name: model, optimiser, scaler and, as "progress", this
+    object with the position. To save one more thing, add it there.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: Any  # a Part
-    parts: dict[str, Part | None] = field(default_factory=dict)  # further ones; None is left out
+    parts: dict[str, Part | None] = field(default_factory=dict)  # extra ones; None is left out
     global_batch: int = 0
     epoch: int = 0  # epochs that are finished
-    step: int = 0  # steps of ``global_batch`` images of the next epoch
+    step: int = 0  # finished steps of the next epoch, of ``global_batch`` images
     best: dict[str, float] = field(default_factory=dict)  # the best epoch's figures
     elapsed: float = 0.0  # seconds of training
-    history: list[dict[str, float]] = field(default_factory=list)  # a record an epoch
-    sums: list[float] | None = None  # of the epoch so far, of all ranks, see `metrics.Sums`
+    history: list[dict[str, float]] = field(default_factory=list)  # one record per epoch
+    sums: list[float] | None = None  # of the epoch so far, over all ranks, see `metrics.Sums`
     printed: list[float] | None = None  # the same at the last printed line
-    preprocessing: dict[str, Any] | None = None  # of the images, as plain values
+    preprocessing: dict[str, Any] | None = None  # `Preprocessing.as_dict`
     resumed: bool = False  # from a snapshot of this suite
-    clock: float | None = None  # when ``elapsed`` was brought up to date
+    clock: float | None = None  # time of the last update of ``elapsed``
     epoch_began: float = 0.0  # ``elapsed`` when this process began to train the epoch
 
     def __post_init__(self) -> None:
@@ -320,10 +319,10 @@ class TrainState:
         return {name: getattr(self, name) for name in PROGRESS}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict`, at a step of this run's global batch. Raises: `UserError`.
+        """Continue from a `state_dict` at a step boundary of this run. Raises: `UserError`.
 
-        After a restart on fewer nodes, the global batch is another one: the job continues at the
-        last step boundary before, and some images are repeated.
+        A restart on fewer nodes changes the global batch: the job continues at the nearest earlier
+        step, and some images are repeated.
         """
         global_batch = self.global_batch
         for name in PROGRESS:
@@ -333,11 +332,11 @@ class TrainState:
         if repeated and not is_elastic():
             raise UserError(
                 f"the snapshot was taken in the middle of an epoch, after {images} images, which "
-                f"is no whole number of global batches of {global_batch}: resume with the global "
-                f"batch {self.global_batch} that it was made with",
+                f"is not a multiple of the global batch {global_batch}: resume with the snapshot's "
+                f"global batch, {self.global_batch}",
                 on_every_rank=True,
             )
-        if repeated and self.sums:  # the means stay what they are, and each image counts once
+        if repeated and self.sums:  # keep the means, and count each image once
             part = (images - repeated) / images
             self.sums = [value * part for value in self.sums]
             self.printed = self.printed and [value * part for value in self.printed]
@@ -348,11 +347,11 @@ class TrainState:
         try:
             self.parts["model"].load_state_dict(state)
         except RuntimeError as error:
-            # Some models have weights for each place of the image.
+            # The weights of some models depend on the image size.
             size = (self.preprocessing or {}).get("image_size")
             hint = f"; it was trained with --image-size {size}" if size else ""
             raise UserError(
-                f"the snapshot does not fit this model, another arch or number of classes? "
+                f"the snapshot does not fit this model: another arch or number of classes? "
                 f"({' '.join(str(error).split())[:250]}){hint}",
                 on_every_rank=True,
             ) from None

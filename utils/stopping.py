@@ -29,24 +29,24 @@ class Reason(str, enum.Enum):
     EVALUATED = "evaluated"  # -e
 
 
-# The end of the closing line of a run without an error; to the last two, how to continue is added.
+# How the closing line of a run ends, if there is no error. The last two need advice appended.
 WHY = {
     Reason.EPOCHS: "all epochs done",
     Reason.DESIRED_ACC: "desired accuracy reached",
     Reason.TRAIN_TIME: "time limit reached; to train on, raise --train-time and ",
     Reason.INTERRUPTED: "interrupted by a signal; to continue, ",
 }
-# The reasons that one rank may see alone, in rising priority: the maximum of the votes decides.
+# Reasons that a single rank may notice, in rising priority: the maximum of the votes decides.
 _VOTES = (None, Reason.TRAIN_TIME, Reason.INTERRUPTED, Reason.BAD_FILES, Reason.DIVERGED)
-SPOT_SERVICE = "http://169.254.169.254"  # of EC2, see `utils.extras.spot`
-SLOW = 2.0  # seconds; a vote takes milliseconds
+SPOT_SERVICE = "http://169.254.169.254"  # EC2's, see `utils.extras.spot`
+SLOW = 2.0  # seconds between votes; a vote takes milliseconds
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class StopRequest:
     """Stops all ranks at the same step. Holds the reason and the error with which a run ends.
 
-    SIGTERM, SIGUSR1 (sent by Slurm before its time limit) and the first Ctrl-C request the end; a
+    SIGTERM, SIGUSR1 (sent by Slurm before its time limit) and the first Ctrl-C end the run; a
     second Ctrl-C ends the process at once. ``hours`` is the limit on training time, of which
     ``elapsed`` seconds have passed already; rank 0's clock decides.
     """
@@ -59,8 +59,8 @@ class StopRequest:
         minutes: float = math.inf,
         is_busy: Callable[[], bool] = lambda: False,
     ):
-        """``minutes``: time between steps at which `snapshot_due` is True, in all ranks. A snapshot
-        is not due while rank 0 ``is_busy`` with writing the last one, as on a slow disk."""
+        """``minutes``: how often `snapshot_due` becomes True, in all ranks. No snapshot is due
+        while rank 0 ``is_busy`` writing the last one, as on a slow disk."""
         self.world = world
         self.minutes, self.last_snapshot, self.is_busy = minutes, time.monotonic(), is_busy
         self.snapshot_due = False
@@ -77,7 +77,7 @@ class StopRequest:
 
     def _on_signal(self, signum: int, frame: Any) -> None:
         self.ask(Reason.INTERRUPTED)
-        if self.world.is_main:  # by os.write: a signal may interrupt print or a log
+        if self.world.is_main:  # os.write, as a signal may interrupt print or logging
             text = f"{signal.Signals(signum).name}: stopping after this step, with a snapshot\n"
             with contextlib.suppress(OSError):
                 os.write(1, text.encode())
@@ -85,7 +85,7 @@ class StopRequest:
             signal.signal(signum, lambda *_: os._exit(128 + signum))
 
     def ask(self, reason: Reason, error: UserError | None = None) -> None:
-        """Ask for the end of the run: in one rank, which votes for it, or in all ranks at once.
+        """Request the end of the run. One rank alone votes for it; all ranks together decide it.
 
         With an ``error``, or for a reason on which the ranks do not vote, all ranks must ask: the
         first such reason is final at once.
@@ -146,9 +146,9 @@ class StopRequest:
             self.reason, self.snapshot_due = self.reason or _VOTES[code], bool(due)
 
     def end_training(self) -> Reason | None:
-        """Training has ended, for the reason returned: from now on only signals request the end.
+        """End training. Returns: the reason. From now on, only signals can request an end.
 
-        The handlers stay until the process exits, so that no signal interrupts what is written.
+        The handlers stay until the process exits, so that no signal interrupts a write.
         """
         self._finish_vote()
         reason, self.reason, self.deadline = self.reason, None, math.inf

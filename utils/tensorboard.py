@@ -1,8 +1,8 @@
 """The event file of a run, and the points that a resumed run removes from earlier ones.
 
-TensorBoard's SummaryWriter writes in a thread that ends at the first error of the disk, and puts
-the options into a second run, in a folder below. Here an event is in the file when a function
-returns, or the file is as it was.
+TensorBoard's SummaryWriter writes in a thread that ends at the first disk error, and puts the
+options into a second run in a subfolder. Here, when a function returns, its events are in the file
+or the file is unchanged.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from utils.atomic import save_atomically
 log = logging.getLogger(__name__)
 
 STEP_TAGS = ("Step/", "Images/")  # x = 1000 x epoch; all other tags have x = epochs finished
-TEST_TAGS = "/test"  # the ends of the tags that are written once, when a run ends
+TEST_TAGS = "/test"  # ending of tags that are written once, when a run ends
 
 
 class EventFile:
@@ -47,7 +47,7 @@ class EventFile:
         self._append(_events(summaries, x))
 
     def _append(self, events: list[Event]) -> None:
-        """What the disk refuses is a gap in the curves, which is reported once."""
+        """Append ``events``. A disk error leaves a gap in the curves, and is reported once."""
         size = 0
         try:
             with open(self.path, "ab") as file:

@@ -36,7 +36,7 @@ class World:
     local_rank: int = 0
     local_size: int = 1
     nodes: int = 1
-    control: Any = None  # a gloo group: small decisions travel on the CPU and never stall the GPU
+    control: Any = None  # a gloo group: small messages go over the CPU and never stall the GPU
 
     @property
     def slice(self) -> int:
@@ -45,7 +45,7 @@ class World:
 
     @property
     def slices(self) -> int:
-        """How many slices a global batch has: one for each process, as all modes are today."""
+        """How many slices a global batch has: in all current modes, one for each process."""
         return self.size
 
     @property
@@ -71,8 +71,8 @@ def single_process() -> World:
 def process_group(args: Any) -> Iterator[World]:
     """torch.distributed's process group, which all processes of the job join at the master's port.
 
-    Gives this process's `World`. Raises: `UserError` when processes are missing, when nodes differ
-    in code, versions or options, and when the communication fails inside the context.
+    Yields this process's `World`. Raises: `UserError` if processes are missing, if nodes differ in
+    code, versions or options, or if communication fails inside the context.
     """
     world = _join(args)
     processes: list[tuple[str, str | None]] = []  # node and address of each rank
@@ -93,7 +93,7 @@ def is_lost_peer(error: Exception) -> bool:
     """Whether a collective has failed because another process is gone or hangs."""
     # An errno means a file or a socket of Python's own, not a collective.
     is_timeout = isinstance(error, TimeoutError) and error.errno is None
-    # What gloo, NCCL and the store write.
+    # Words in the errors of gloo, NCCL and the store.
     words = "gloo|nccl|connection (reset|closed|refused)|broken pipe|timed out"
     of_torch = isinstance(error, dist.DistError) or re.search(words, str(error).lower())
     return is_timeout or bool(of_torch)
@@ -186,7 +186,7 @@ def gather(value: Any, world: World) -> list[Any]:
 def first_on_node(compute: Callable[[], Any], world: World) -> Any:
     """Compute something in the first process of each node, then in its other processes.
 
-    A `UserError` raised in any of the first is raised in every process, so that all exit together.
+    A `UserError` of any first process is raised in every process, so that all exit together.
     """
     result, message = None, None
     if world.local_rank == 0:
@@ -219,9 +219,9 @@ def form_buckets(replica: nn.Module, world: World, args: Any) -> None:
 
     It begins with one bucket, and forms its final ones after the first backward pass. The rounding
     of a sum over three or more processes depends on the place in the bucket: without this, a
-    resumed run would round its first step in another way than the run that it continues. The
-    backward pass here is of an image of zeros, in evaluation mode, and changes nothing. (Apex's own
-    class is left alone.)
+    resumed run would round its first step differently from the original run. The backward pass here
+    is of an image of zeros, in evaluation mode, and changes nothing. (It does not apply to Apex's
+    own class.)
     """
     if world.size == 1 or args.evaluate or not isinstance(replica, DistributedDataParallel):
         return
@@ -235,7 +235,7 @@ def form_buckets(replica: nn.Module, world: World, args: Any) -> None:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This process's shard of a sharded tensor (the same memory); of a plain one, all of it."""
+    """This process's shard of a sharded tensor (the same memory); a plain tensor is unchanged."""
     return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor
 
 
@@ -245,10 +245,10 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def shard_like(full: Tensor, like: Tensor) -> Tensor:
-    """The shard of ``full``, which every process has, that ``like`` is of its own whole tensor.
+    """Shard ``full``, which every process has, in the same way as ``like``.
 
-    If ``like`` is plain, ``full`` in its memory layout, which fused optimisers need; if it is of
-    another shape, ``full`` itself: loading it then fails. No communication.
+    If ``like`` is plain, return ``full`` in its memory layout, which fused optimisers need. If it
+    has another shape, return ``full`` itself: loading it then fails. No communication.
     """
     if full.shape != like.shape:
         return full
@@ -258,11 +258,11 @@ def shard_like(full: Tensor, like: Tensor) -> Tensor:
 
     full = full.detach().contiguous()
     shard = distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
-    return shard.clone()  # on the CPU it would keep the memory of all of ``full``
+    return shard.clone()  # without clone, a shard on the CPU would keep all of ``full`` in memory
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP's `fully_shard` has been called with the model."""
+    """Whether FSDP's `fully_shard` has been called on the model."""
     return hasattr(model, "set_requires_gradient_sync")
 
 
