@@ -285,7 +285,7 @@ def measure(session: Session, predict: Predict, batches: Batches) -> dict[str, f
     if unreadable := sampler.images - count:
         log.warning(
             f"{unreadable} of {sampler.images} images in {bad.source.root} could not be read; the "
-            "accuracy is that of the others"
+            "accuracy is over the rest"
         )
     return {
         **means(total, "val"),

@@ -280,7 +280,7 @@ class Archive(Source):
         Raises: OSError.
         """
         number, place, buffer = self.numbers[image], int(self.records[image]["place"]), self._buffer
-        if threading.current_thread() is not threading.main_thread():  # one of many reads in flight
+        if threading.current_thread() is not threading.main_thread():  # several reads in flight
             buffer = np.empty(count, np.uint8)
         elif len(buffer) < count:  # a reused buffer stays in the processor's cache
             buffer = self._buffer = np.empty(count, np.uint8)

@@ -262,7 +262,7 @@ class ImageBatches(Dataset):
         return (self.seed << 72) | (epoch << 48) | image
 
     def _pixels(self, image: int, key: int, size: int, reading: Reading) -> tuple[Tensor, Cut]:
-        """The pixels that the view of an image needs, and how to cut the view out of them."""
+        """The pixels that the view of an image needs, and the `Cut` that makes the view of them."""
         began = time.perf_counter()
         reads = self.ahead.pop((image, key), None)
         data, cut, seconds = reads.result() if reads else self._fetch(image, key, size)

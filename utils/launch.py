@@ -65,8 +65,8 @@ def die_with_launcher() -> None:
         die_with_parent(int(launcher))
     elif "LOCAL_RANK" in os.environ:
         die_with_parent()
-        # torchrun does not pass on its process id. It has torch loaded. If it has already died, the
-        # parent is init, which has not.
+        # torchrun does not pass on its process id. If it has already died, the parent is init,
+        # which, unlike torchrun, has not loaded torch.
         if "TORCHELASTIC_RUN_ID" in os.environ and not _has_torch(os.getppid()):
             os._exit(1)
 
@@ -141,7 +141,7 @@ def _wait_for_the_end(error: UserError) -> None:
 def _end_torchrun() -> None:
     """Keep scripts/elastic_train.sh from restarting a job that would fail again in the same way."""
     if "IMAGENET_ELASTIC" in os.environ and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # scripts/torchrun.py sends it in return
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # scripts/torchrun.py sends it back
         os.kill(os.getppid(), signal.SIGTERM)
 
 
@@ -177,7 +177,7 @@ def supervise(worker: Callable[[Any], int], args: Any, environments: list[dict[s
         if interrupts > 1:  # a third one, while Python ends, would replace the exit code
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         for child in children:
-            # It may have exited since: this handler can interrupt the call that notices that.
+            # It may have exited since, or this may interrupt the call that notices its exit.
             if child.pid and child.exitcode is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child.pid, signal.SIGKILL if interrupts > 1 else signal.SIGTERM)
@@ -282,8 +282,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options by which the processes of a distributed run find each other."""
     add: Callable[..., Any] = parser.add_argument_group(
         "processes and nodes",
-        "Under torchrun or torch.distributed.launch the environment decides, and the first four "
-        "are\nignored. Started by hand, type the same command on each node with its own --rank.",
+        "torchrun and torch.distributed.launch set these values: the first four options are\n"
+        "ignored. By hand, run the same command on each node with its own --rank.",
     ).add_argument
     add("-n", "--world-size", type=positive, metavar="NODES", help="number of nodes; default 1")
     add("-nr", "--rank", type=count, metavar="R", help="rank of this node, 0 to NODES - 1")

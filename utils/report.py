@@ -47,8 +47,8 @@ def start(session: Session) -> None:
     scaled = optim.scale_lr(args.lr, global_batch, args.lr_scaling)
     if args.lr_scaling != "none":
         log.info(
-            f"lr {scaled:.4g}: --lr {args.lr:g} scaled by the {args.lr_scaling} rule, "
-            f"{global_batch}/{optim.REFERENCE_BATCH}"
+            f"lr {scaled:.4g}: --lr {args.lr:g} scaled by the {args.lr_scaling} rule "
+            f"from batch {optim.REFERENCE_BATCH} to {global_batch}"
         )
         if scaled > 1.5 * args.lr and not args.warmup_epochs:
             log.info("note: a scaled-up learning rate usually needs --warmup-epochs 5")

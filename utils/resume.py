@@ -79,7 +79,7 @@ def load(
         # The file's checksums are right, so another program wrote this content.
         raise UserError(
             f"{path} does not fit this program ({error!r:.200}): resume from another file, or "
-            "begin anew with another --name",
+            "start over with another --name",
             on_every_rank=True,
         ) from error
 

@@ -64,7 +64,7 @@ class Console(logging.Handler):
 
 
 def _directory(args: Any, world: World, mode: str) -> Path:
-    """The run's directory, which may not exist yet; in rank 0. Raises: `UserError` if taken."""
+    """The run's directory, which may not exist yet. For rank 0. Raises: `UserError` if taken."""
     continues, name = args.resume and not args.evaluate, args.name
     if continues and not name:  # continue in the directory of that run
         if is_url(args.resume):

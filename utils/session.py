@@ -15,7 +15,7 @@ from utils.world import World
 
 # train_step(images, targets, weight, update) -> (loss, logits), documented in each script.
 TrainStep = Callable[[Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
-Predict = Callable[[Tensor], Tensor]  # images to logits, with the mode's precision
+Predict = Callable[[Tensor], Tensor]  # images to logits, in the precision of the mode
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ def read_whole(path: Path, set_aside: bool = False) -> tuple[Path, dict[str, Any
         try:
             content = read_checkpoint(previous)
         except UserError as error:
-            text = f"{damage}; {error}: nothing is left to resume; train anew with another --name"
+            text = f"{damage}; {error}: nothing is left to resume; start over with another --name"
             raise UserError(text) from None
         log.warning(f"{damage}; continuing from the snapshot before it, {previous}")
     if set_aside and path.exists():
@@ -232,9 +232,9 @@ class OptimizerPart:
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Gives each moment the memory layout of its weight, which fused optimisers need.
+        """Give each moment the memory layout of its weight, which fused optimisers need.
 
-        Raises: ValueError for a state of other weights.
+        Raises: ValueError if the state belongs to other weights.
         """
         groups = self.optimizer.state_dict()["param_groups"]
         saved = [len(group["params"]) for group in state["param_groups"]]
@@ -274,7 +274,7 @@ class TrainState:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: Any  # a Part
-    parts: dict[str, Part | None] = field(default_factory=dict)  # extra ones; None is left out
+    parts: dict[str, Part | None] = field(default_factory=dict)  # extra parts; None: not saved
     global_batch: int = 0
     epoch: int = 0  # epochs that are finished
     step: int = 0  # finished steps of the next epoch, of ``global_batch`` images
@@ -332,8 +332,8 @@ class TrainState:
         if repeated and not is_elastic():
             raise UserError(
                 f"the snapshot was taken in the middle of an epoch, after {images} images, which "
-                f"is not a multiple of the global batch {global_batch}: resume with the snapshot's "
-                f"global batch, {self.global_batch}",
+                f"is not a multiple of the global batch of {global_batch}: resume with the "
+                f"snapshot's global batch {self.global_batch}",
                 on_every_rank=True,
             )
         if repeated and self.sums:  # keep the means, and count each image once

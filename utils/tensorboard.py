@@ -56,7 +56,7 @@ class EventFile:
             self.has_gap = False
         except OSError as error:
             with contextlib.suppress(OSError):
-                os.truncate(self.path, size)  # readers stop at half an event
+                os.truncate(self.path, size)  # readers stop at an incomplete event
             if not self.has_gap:
                 log.warning(
                     f"cannot write the event file ({error.strerror}): training continues, and "
