@@ -151,8 +151,8 @@ FORMATS = {
     "averaged weights": AVERAGED,
 }
 NOTES = {
-    "timm": ["state_dict_ema: the plain weights in it are used"],
-    "averaged weights": ["model_ema: there are no others in it"],
+    "timm": ["state_dict_ema: its plain weights are used"],
+    "averaged weights": ["model_ema: it has no others"],
 }
 
 

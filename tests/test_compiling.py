@@ -37,7 +37,7 @@ def test_training_is_compiled_once_for_each_size_and_evaluation_not(folder, tmp_
     assert done.code == 0, done.err
     assert "mode: reduce-overhead\n" in done.out
     assert "compiled: 2\n" in done.out
-    assert done.out.count("to compile it") == 1
+    assert done.out.count("with compilation") == 1
 
 
 def test_what_cannot_be_compiled():

@@ -173,4 +173,4 @@ def test_read_only_folder_is_reported_and_used(root, capsys, monkeypatch):
     assert len(Folder(root, CLASSES)) == 15
     assert capsys.readouterr().out == ""
     assert len(Folder(root, CLASSES, shows=True)) == 15
-    assert f"cannot keep the list of files in {root} (Read-only)" in capsys.readouterr().out
+    assert f"cannot save the list of files in {root} (Read-only)" in capsys.readouterr().out

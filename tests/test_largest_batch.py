@@ -99,7 +99,7 @@ def test_the_fullest_gpu_of_all_processes_decides(monkeypatch):
 
     monkeypatch.setattr(find_batch, "gather", gather)
     # 0.7 + 0.042 * 96 = 4.73; 104 would take 5.07
-    how = "takes about 4.73 of 5.43 GiB on poor, which has the least"
+    how = "takes about 4.73 of 5.43 GiB on poor, which has the least memory"
     gpu = StandInGpu(monkeypatch, 0.2, 0.042)
     assert find_batch.search(session(), gpu.step, 8) == (96, 1, how)
 

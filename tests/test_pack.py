@@ -123,7 +123,7 @@ def test_an_incomplete_pack_is_an_error_line(copy):
     file, index = copy / "train" / "00001.pixels", copy / "train" / "pack.npz"
     for spoil in (lambda: os.truncate(file, 5000), file.unlink):
         spoil()
-        with pytest.raises(UserError, match=r"00001\.pixels is missing or has not [0-9,]+ bytes"):
+        with pytest.raises(UserError, match=r"00001\.pixels is missing, or its size is not [0-9]"):
             class_folders(copy / "train")
     data, middle = index.read_bytes(), index.stat().st_size // 2
     for damaged in (data[:middle], data[:middle] + b"\x5a\xa5" * 32 + data[middle + 64 :]):

@@ -53,7 +53,7 @@ def hub(tmp_path):
 
 def test_imagenet_in_shards_and_in_folders(hub, tmp_path):
     folder, expected = hub
-    with pytest.raises(UserError, match="holds Hugging Face's parquet files") as error:
+    with pytest.raises(UserError, match="contains Hugging Face's parquet files") as error:
         class_folders(folder / "train")
     command, out = re.search(r"run `python (.*)`, and train on (.*)$", str(error.value)).groups()
     assert shlex.split(command)[1:] == ["parquet", str(folder), out]

@@ -68,7 +68,7 @@ def test_a_run_by_a_recipe(folder, tmp_path, recipe):
     line += ("--val-image-size", "48", "--output-dir", tmp_path, "--name", "run", folder)
     done = train("imagenet_nd.py", *line, **env)
     assert f"recipe {path}: --epochs 3 --lr 0.05 --progressive 16,24 -p 2 --batch" in done.out
-    assert "of 64 to 96 (--batch-range), and this is 10; by the linear rule" in done.out
+    assert "of 64 to 96 (--batch-range), and this is 10; the linear scaling rule" in done.out
     assert "images of 16 pixels from epoch 1, 24 from epoch 2; evaluation at 48" in done.out
     assert scalars(tmp_path / "run")["Size/train"] == [(1, 16), (2, 24)]
     kept = json.loads((tmp_path / "run/options.json").read_text())
@@ -80,7 +80,7 @@ def test_a_run_by_a_recipe(folder, tmp_path, recipe):
     [
         ({}, 8192, []),
         ({}, 8193, [r"sgd is known .* batch of 8192 \(ResNet-50: Goyal", "0 epochs of warm"]),
-        ({"lr": 3.2}, 16384, [r"by the linear rule 6\.4\)", "--warmup-epochs 5 or more"]),
+        ({"lr": 3.2}, 16384, [r"linear rule: 6\.4\)", "--warmup-epochs 5 or more"]),
         ({"optimizer": "adamw"}, 100_000, []),
         ({"batch_range": "512:1024"}, 1024, []),
         ({"batch_range": "512:1024"}, 2048, [r"512 to 1024.*2048.*--lr 0\.2"]),

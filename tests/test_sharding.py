@@ -99,7 +99,7 @@ def test_a_run_goes_from_two_to_two_by_two_to_three_processes(trained):
     assert codes == [[INTERRUPTED] * 2, [INTERRUPTED] * 4, [0] * 3]
     assert_same_weights(runs / "chain", runs / "ddp", tolerance=1e-4)
     log = (runs / "chain" / "train.log").read_text()
-    assert "--reshard node, 2 x 2 processes: 3 x EncoderBlock each by itself" in log
+    assert "--reshard node, 2 x 2 processes: 3 x EncoderBlock sharded separately" in log
 
 
 def test_each_process_holds_its_part(trained):

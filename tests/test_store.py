@@ -62,7 +62,7 @@ def test_a_new_machine_continues_bit_for_bit(folder, tmp_path, stopped, how):
     ("name", "words"),
     [
         ("/secret", "is not a checkpoint"),
-        ("", "/other, nor snapshot.pt in a folder of this name"),
+        ("", "/other does not exist, or is a folder without snapshot.pt"),
     ],
 )
 def test_a_rejected_url_is_an_error_line_and_leaves_no_file(folder, tmp_path, name, words):
@@ -86,7 +86,7 @@ def test_what_could_overwrite_or_miss_a_run_is_refused(tmp_path, monkeypatch):
         with pytest.raises(UserError, match=words):
             store.Store(str(place), tmp_path / "half").open(resume)
     monkeypatch.setattr(store, "_connect", lambda url: (Bucket(), "typo/half"))
-    with pytest.raises(UserError, match="there is no bucket typo for --store s3://typo/half"):
+    with pytest.raises(UserError, match="the bucket typo of --store s3://typo/half does not exist"):
         store.Store("s3://typo", tmp_path / "half").open(None)
 
 

@@ -376,7 +376,7 @@ CASES = {
     "compressed class": (tar_bytes([("a.tar.gz", b"")]), "a.tar.gz is a compressed tar file"),
     "class is no tar": (tar_bytes([("a.tar", b"x" * 600)]), "train.tar/a is not a tar file"),
     "empty class": (tar_bytes([("a.tar", WHOLE), ("b.tar", tar_bytes([]))]), "b has no images"),
-    "sparse": (of_members(SPARSE), r"the sparse file a/1\.jpg: make it again without"),
+    "sparse": (of_members(SPARSE), r"the sparse file a/1\.jpg: pack it again without"),
     "gzip": (
         gzip.compress(WHOLE, mtime=0) * 9,
         "is compressed.*mv .*train.tar.gz && gunzip .*.gz` first",
@@ -385,7 +385,7 @@ CASES = {
     "missing": ({}, r"train is missing: DATA must hold .* or train\.tar"),
     "missing shard": (
         {SHARD.format(i): WHOLE for i in ("000", "002")},
-        r"x-001-of-003\.tar is missing, of 3 tar files",
+        r"x-001-of-003\.tar is missing \(one of 3 tar files\)",
     ),
     "class twice": (
         {"train.tar": WHOLE, "classes.txt": b"crane\na\ncrane\n"},

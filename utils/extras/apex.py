@@ -1,7 +1,7 @@
 """NVIDIA Apex's own amp and parallel (until its tag 25.04), where they are installed and usable.
 
 Used by imagenet_ddp_apex.py, which does not start without this file. Interface: `amp_and_parallel`
-returns Apex's modules or, by ``--amp-impl``, those of o2.py, which compute the same.
+returns Apex's modules or the equivalent ones of o2.py; ``--amp-impl`` chooses.
 """
 
 import argparse
@@ -26,13 +26,13 @@ INSTALL = (
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Apex's options, with Apex's names."""
+    """Add Apex's options under Apex's names."""
     add = parser.add_argument_group("Apex mixed precision").add_argument
     text = "O0: float32; O1: autocast; O2: float16 with float32 masters; O3: float16"
     add("--opt-level", choices=tuple(o2.LEVELS), default="O2", help=text)
-    text = "batch norm in float32 even if the weights are float16; default: as the opt level says"
+    text = "batch norm in float32 even if the weights are float16; default: set by --opt-level"
     add("--keep-batchnorm-fp32", choices=("True", "False"), help=text)
-    text = "a fixed loss scale, or dynamic; default: as the opt level says"
+    text = "a fixed loss scale, or dynamic; default: set by --opt-level"
     add("--loss-scale", type=loss_scale, metavar="X|dynamic", help=text)
     text = "apex: NVIDIA's package; torch: the same in plain PyTorch; auto: apex if it is usable"
     add("--amp-impl", choices=("auto", "apex", "torch"), default="auto", help=text)
@@ -44,20 +44,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def loss_scale(text: str) -> float | str:
-    """The type of ``--loss-scale``."""
+    """Parse a value of ``--loss-scale``."""
     return text if text == "dynamic" else number(float, 0, exclusive=True)(text)
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise `UserError` for options that contradict each other, or an Apex that is unusable."""
+    """Raise `UserError` if options contradict each other or a required Apex cannot be used."""
     o2.from_args(args)
     _why_not(args)
 
 
 def amp_and_parallel(args: argparse.Namespace, world: World) -> tuple[Any, Any]:
-    """The result of ``from apex import amp, parallel``, or the same in plain PyTorch.
+    """Return Apex's modules ``amp`` and ``parallel``, or their equivalents in plain PyTorch.
 
-    ``--amp-impl`` decides; rank 0 prints which it is and why.
+    ``--amp-impl`` chooses; rank 0 prints the choice and its reason.
     """
     reason = _why_not(args)
     if world.is_main:
@@ -75,7 +75,7 @@ def amp_and_parallel(args: argparse.Namespace, world: World) -> tuple[Any, Any]:
 def _why_not(args: argparse.Namespace) -> str | None:
     """Why Apex's amp is not used; None if it is."""
     if args.amp_impl == "torch":
-        return "as --amp-impl says"
+        return "chosen by --amp-impl"
     reason = None if _has_gpu() else "Apex's amp needs an NVIDIA GPU, and torch sees none here"
     try:
         if not reason:
@@ -83,7 +83,7 @@ def _why_not(args: argparse.Namespace) -> str | None:
             importlib.import_module("apex.parallel")
     except ImportError as error:
         reason = f"no NVIDIA Apex with amp is installed ({error!s:.200})"
-    except Exception as error:  # whatever a module built for another torch raises
+    except Exception as error:  # a module built for another torch can raise anything
         reason = f"Apex cannot be imported ({error!r:.200})"
     if reason and args.amp_impl == "apex":
         remedy = f"{INSTALL if _has_gpu() else ''}use --amp-impl torch, which computes the same"
@@ -98,7 +98,7 @@ def _has_gpu() -> bool:
 class Amp(o2.Amp):
     """The module ``apex.amp``, for one model and one optimiser; see `utils.extras.o2.Amp`.
 
-    It is its own ``scaler``, with the state of a `utils.extras.o2.LossScaler`.
+    This object is also the ``scaler``; it has the same state as `utils.extras.o2.LossScaler`.
     """
 
     def __init__(self) -> None:
@@ -107,21 +107,21 @@ class Amp(o2.Amp):
     def initialize(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, opt_level: str, **overrides: Any
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """``amp.initialize``."""
+        """Call ``amp.initialize``."""
         level, usual = vars(o2.choose(opt_level, **overrides)), vars(o2.LEVELS[opt_level])
         # Apex rejects some overrides that equal the level's own value.
         changes = {name: level[name] for name in overrides if level[name] != usual[name]}
         model, optimizer = self.amp.initialize(model, optimizer, opt_level=opt_level, **changes)
-        of_weight = {weight: name for name, weight in model.named_parameters()}
-        names = [of_weight[weight] for weight in self.master_params(optimizer)]
+        name_of = {weight: name for name, weight in model.named_parameters()}
+        names = [name_of[weight] for weight in self.master_params(optimizer)]
 
         def named_masters() -> dict[str, nn.Parameter]:
-            # Apex puts its masters into the optimiser with the first backward: after a resume.
+            # Apex creates its masters at the first backward, too late for loading a snapshot.
             if hasattr(optimizer, "_amp_lazy_init"):
                 optimizer._amp_lazy_init()
             return dict(zip(names, self.master_params(optimizer), strict=True))
 
-        # Apex's own checkpoints leave the masters out.
+        # Apex's own checkpoints do not include the masters.
         self.weights = o2.Weights(model, named_masters)
         return model, optimizer
 
@@ -129,7 +129,7 @@ class Amp(o2.Amp):
     def scale_loss(
         self, loss: Tensor, optimizer: torch.optim.Optimizer, delay_unscale: bool = False
     ) -> Iterator[Tensor]:
-        """``amp.scale_loss``, which waits for the device in every step."""
+        """Call ``amp.scale_loss``, which waits for the device in every step."""
         before = self.value
         with self.amp.scale_loss(loss, optimizer, delay_unscale=delay_unscale) as scaled_loss:
             yield scaled_loss

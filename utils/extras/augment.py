@@ -1,6 +1,6 @@
-"""``--auto-augment`` and ``--random-erasing``, by torchvision's v2 transforms on uint8 crops.
+"""``--auto-augment`` and ``--random-erasing``: torchvision's v2 transforms on uint8 crops.
 
-Interface: `build` makes `utils.images.ImageBatches.augment`, a function of each training crop.
+Interface: `build` returns `utils.images.ImageBatches.augment`, which is called with each crop.
 Without this file, training crops are only resized and mirrored.
 """
 
@@ -19,10 +19,10 @@ GREY = [124, 116, 104]  # ImageNet's mean colour: 0 after normalisation
 
 
 def build(policy: str | None, erasing: float) -> Callable[[Tensor], Tensor]:
-    """The transform of a crop, uint8 [3, h, w] to the same.
+    """Return the transform of a crop; input and output are uint8 [3, h, w].
 
-    ``policy`` is a key of `POLICIES` or None; ``erasing`` the probability of a grey box (Zhong et
-    al. 2020, arXiv:1708.04896).
+    ``policy`` is a key of `POLICIES` or None. ``erasing`` is the probability that a box is erased
+    (painted grey; Zhong et al. 2020, arXiv:1708.04896).
     """
     steps = [POLICIES[policy]()] if policy else []
     steps += [v2.RandomErasing(p=erasing, value=GREY)] if erasing else []

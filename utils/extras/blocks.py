@@ -1,9 +1,8 @@
-"""Options that change a built model: --freeze, --zero-init-gamma, --drop-path,
---activation-checkpointing. Also the last layer and the repeated blocks of a model.
+"""Options that change a new model: --freeze, --zero-init-gamma, --drop-path,
+--activation-checkpointing. This file also identifies a model's last layer and repeated blocks.
 
-Interface: `change` and `drop_path`, which `utils.models` calls with the new model; `head_of` and
-`repeated`, for other extras. Without this file, models stay as torchvision or timm makes them, and
-``--pretrained`` and imagenet_fsdp.py do not work.
+Interface: `utils.models` calls `change` and `drop_path` with the new model; other extras call
+`head_of` and `repeated`. Without this file, these options, --pretrained and imagenet_fsdp.py fail.
 """
 
 from collections import Counter
@@ -27,7 +26,7 @@ SEQUENCES = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def head_of(model: nn.Module, classes: int) -> str:
-    """The name of the last layer, with ``classes`` logits. Raises: `UserError`."""
+    """Return the name of the last layer with ``classes`` outputs. Raises: `UserError`."""
     own = model.get_classifier() if hasattr(model, "get_classifier") else None  # timm's
     head = ""
     for name, layer in model.named_modules():
@@ -42,9 +41,9 @@ def head_of(model: nn.Module, classes: int) -> str:
 
 
 def repeated(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a model, in order: its outermost modules of a class that it has twice.
+    """Return a model's repeated blocks in order: the outermost modules whose class occurs twice.
 
-    Not layers of torch itself, sequences of modules, or stages, which are rows of blocks.
+    Layers of torch itself, sequences of modules and stages (rows of blocks) do not count.
     """
     kinds = Counter(type(module) for module in model.modules() if _is_block(module))
 
@@ -95,7 +94,7 @@ def freeze(model: nn.Module, head: str) -> None:
 
 
 def _train_the_unfrozen(model: nn.Module, mode: bool = True) -> nn.Module:
-    # Looked up in each call: batch norm may have become SyncBatchNorm since.
+    # Search the modules in each call, because batch norm may have become SyncBatchNorm.
     type(model).train(model, mode)
     for module in model.modules():
         if isinstance(module, _NormBase) and not any(p.requires_grad for p in module.parameters()):
@@ -107,22 +106,22 @@ def _train_the_unfrozen(model: nn.Module, mode: bool = True) -> nn.Module:
 def zero_init_gamma(model: nn.Module) -> None:
     """Start each residual block as the identity (Goyal et al. 2017, arXiv:1706.02677).
 
-    As torchvision's ``zero_init_residual`` does. Raises: `UserError` for other models.
+    Same as torchvision's ``zero_init_residual``. Raises: `UserError` if it is not a ResNet.
     """
-    of_timm = [block for block in model.modules() if hasattr(block, "zero_init_last")]  # timm's
-    for block in of_timm:
+    timm_blocks = [block for block in model.modules() if hasattr(block, "zero_init_last")]
+    for block in timm_blocks:
         block.zero_init_last()
     own = [m for m in model.modules() if isinstance(m, (resnet.Bottleneck, resnet.BasicBlock))]
     for block in own:
         (block.bn3 if isinstance(block, resnet.Bottleneck) else block.bn2).weight.zero_()
-    if not of_timm + own:
+    if not timm_blocks + own:
         raise UserError("--zero-init-gamma is for ResNets: leave it out", on_every_rank=True)
 
 
 def drop_path(model: nn.Module, share: float) -> None:
-    """Set stochastic depth (Huang et al. 2016, arXiv:1603.09382) of a model of torchvision.
+    """Set the stochastic depth (Huang et al. 2016, arXiv:1603.09382) of a torchvision model.
 
-    The last block's drop rate becomes ``share``; earlier blocks keep their proportion to it.
+    The last block's drop rate becomes ``share``; the others are scaled by the same factor.
     Raises: `UserError` for a model without stochastic depth.
     """
     drops = [module for module in model.modules() if isinstance(module, StochasticDepth)]
@@ -136,18 +135,18 @@ def drop_path(model: nn.Module, share: float) -> None:
 
 
 class Checkpointed:
-    """A base class that makes a block recompute its activations in backward.
+    """A base class that makes a block recompute its activations during backward.
 
-    Chen et al. 2016 (arXiv:1604.06174). Unlike a wrapper, it keeps the names of the weights, and
-    DataParallel can copy it.
+    Chen et al. 2016 (arXiv:1604.06174). Unlike a wrapper module, a base class keeps the weights'
+    names, and DataParallel can copy the block.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The block's own forward pass, checkpointed in training."""
+        """Run the block's own forward pass, with checkpointing during training."""
         own = super().forward
         if not (self.training and torch.is_grad_enabled()):
             return own(*args, **kwargs)
-        if torch.compiler.is_compiling():  # which applies changes of buffers once
+        if torch.compiler.is_compiling():  # compiled code updates buffers only once
             return checkpoint(own, *args, use_reentrant=False, **kwargs)
         contexts = lambda: (nullcontext(), _without_statistics(self))  # noqa: E731
         return checkpoint(own, *args, use_reentrant=False, context_fn=contexts, **kwargs)
@@ -155,7 +154,7 @@ class Checkpointed:
 
 @contextmanager
 def _without_statistics(block: Any) -> Iterator[None]:
-    """In this context, batch norm updates copies of its statistics: it has seen the batch."""
+    """Context in which batch norm updates copies of its statistics: the batch counts only once."""
     norms = [module for module in block.modules() if isinstance(module, _NormBase)]
     kept = [norm._buffers for norm in norms]
     for norm in norms:
@@ -169,9 +168,9 @@ def _without_statistics(block: Any) -> Iterator[None]:
 
 
 def checkpoint_blocks(model: nn.Module) -> str:
-    """Make the repeated blocks of ``model`` `Checkpointed`. Returns: the number of each class.
+    """Make the repeated blocks of ``model`` `Checkpointed`. Returns: the block count per class.
 
-    Raises: `UserError` for a model without repeated blocks.
+    Raises: `UserError` if the model has no repeated blocks.
     """
     blocks = repeated(model)
     if not blocks:

@@ -1,6 +1,6 @@
 """``--classes``: train on some of the class folders.
 
-Interface: `select` gets the option and the names of the folders. Without this file, a training
+Interface: `select` takes the option and the names of the folders. Without this file, training
 uses all class folders.
 """
 
@@ -11,7 +11,7 @@ from utils.errors import UserError
 
 
 def select(choice: str, folders: list[str]) -> list[str]:
-    """The classes that ``choice`` names, sorted. Raises: `UserError`."""
+    """Return the classes that ``choice`` selects (number, names or file). Raises: `UserError`."""
     if choice.isdecimal():
         if not 0 < int(choice) <= len(folders):
             raise UserError(

@@ -1,7 +1,7 @@
 """Data for comparing runs: TensorBoard's pages "custom scalars" and HParams. Always on.
 
-Interface: summaries that open and close an event file; scripts/compare_runs.py reads them, too.
-Without this file, event files hold only curves: no charts, options, machine and versions.
+Interface: summaries for the beginning and the end of an event file; scripts/compare_runs.py reads
+them, too. Without this file, event files contain only curves, and no charts, options or versions.
 """
 
 import re
@@ -21,11 +21,11 @@ from utils import amp, provenance, report
 from utils.session import Session
 
 ROOT = Path(__file__).resolve().parents[2]
-# All tags, by page and chart of TensorBoard's custom scalars; a chart's title says what they mean.
-# A tag that ends in _rank exists once per process: _rank0, _rank1, ...
+# All tags, grouped by page and chart of TensorBoard's custom scalars. A chart's title explains its
+# tags. A tag that ends in _rank exists once per process: _rank0, _rank1, ...
 CHARTS = {
     "Accuracy": {
-        "validation: top-1, % (ema: of the averaged weights)": "Top1/val Top1/ema",
+        "validation: top-1, % (ema: the averaged weights)": "Top1/val Top1/ema",
         "validation: top-5, %": "Top5/val Top5/ema",
         "validation: loss": "Loss/val Loss/ema",
         "training: top-1, %": "Top1/train",
@@ -37,8 +37,8 @@ CHARTS = {
     },
     "Speed": {
         "images/s, all processes": "Throughput/train Throughput/val",
-        # Communication: the part that compute does not overlap, with the wait for slower processes.
-        # That of FSDP is part of compute.
+        # Communication is the part not overlapped by compute; it includes waiting for slower
+        # processes. FSDP's communication counts as compute.
         "seconds per step, and its parts (means over all processes)": (
             "Time/train Time/val Time/data Time/compute Time/communication"
         ),
@@ -67,7 +67,7 @@ CHARTS = {
         "steps skipped since the run began": "Amp/skipped",
     },
 }
-# The columns of the HParams page, which has room for few; the entry itself has all options.
+# The HParams page has space for few columns; each run's entry there lists all options.
 COLUMNS = {
     **dict.fromkeys(("arch", "mode", "precision", "comm"), ""),
     **dict.fromkeys(
@@ -93,7 +93,7 @@ LAYOUT = {
 
 
 def opening(options: Mapping[str, Any]) -> list[Summary]:
-    """The summaries that open an event file: charts, the columns of HParams, and its values.
+    """Return an event file's first summaries: the charts, and HParams' columns and values.
 
     scripts/compare_runs.py reads a run's options from the last one.
     """
@@ -102,7 +102,7 @@ def opening(options: Mapping[str, Any]) -> list[Summary]:
 
 
 def closing(success: bool) -> list[Summary]:
-    """The summary that ends it. A run without it is still training, or was killed."""
+    """Return an event file's last summary. A file without it belongs to a running or killed job."""
     end = hparams({}, {})[2]
     if not success:
         data = end.value[0].metadata.plugin_data
@@ -116,9 +116,9 @@ def closing(success: bool) -> list[Summary]:
 
 
 def facts(session: Session) -> dict[str, Any]:
-    """Facts for the event file and summary.json, besides the options: sizes, data, machine.
+    """Return sizes, data and machine, which the event file and summary.json add to the options.
 
-    ``gpus`` counts processes where there is no GPU.
+    On a CPU, ``gpus`` is the number of processes.
     """
     args, world, sampler = session.args, session.world, session.train.sampler
     is_gpu_dp = world.device.type == "cuda" and session.run.mode == "dp"
@@ -139,7 +139,7 @@ def facts(session: Session) -> dict[str, Any]:
 
 
 def describe(device: torch.device) -> dict[str, str]:
-    """Names and versions: cpu, gpu and driver where ``device`` is a GPU, torch, commit."""
+    """Return the names and versions of CPU, torch, commit and, if used, GPU and driver."""
     model = re.search(r"^model name\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     facts = {"cpu": model[1].strip() if model else "", "torch": torch.__version__}
     facts["commit"] = commit()
@@ -149,8 +149,8 @@ def describe(device: torch.device) -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of this code, followed by "+" if files were changed since; empty if unknown."""
-    if not (ROOT / ".git").exists():  # do not take the commit of a repository around this copy
+    """Return the commit of this code, with "+" if files have changed since; empty if unknown."""
+    if not (ROOT / ".git").exists():  # avoid reporting the commit of an enclosing repository
         return ""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--exclude=*", "--dirty=+"]
     try:

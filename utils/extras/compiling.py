@@ -1,4 +1,7 @@
-"""``--compile``: torch.compile of the training step. Without this file, the option is an error."""
+"""``--compile``: torch.compile for the training step.
+
+Interface: `compiled` and `first_step_timed`. Without this file, the option is an error.
+"""
 
 import logging
 import time
@@ -14,18 +17,18 @@ log = logging.getLogger(__name__)
 
 
 def compiled(module: nn.Module, args: Any) -> nn.Module:
-    """``module`` for the training step, compiled as ``--compile`` says, sharing its parameters.
+    """Compile ``module`` for the training step, in the mode of ``--compile``. Weights are shared.
 
-    Training batches have one size, and evaluation, whose last batch is smaller, calls the module
-    itself: nothing is compiled twice. ``--progressive`` compiles once for each image size: kernels
-    for any size would be slower in every step. Raises: `UserError` where compiling is impossible.
+    All training batches have one size. The last evaluation batch is smaller, so evaluation calls
+    the original module. ``--progressive`` compiles once per image size, because kernels with
+    dynamic shapes would be slower. Raises: `UserError` if the module cannot be compiled.
     """
     if isinstance(module, nn.DataParallel) or is_sharded(module):
         what = "sharded models" if is_sharded(module) else "DataParallel"
         raise UserError(
             f"--compile does not support {what}: use imagenet_ddp.py", on_every_rank=True
         )
-    # Beyond this limit, steps would no longer be compiled.
+    # After this many image sizes, torch would stop compiling.
     limit = torch._dynamo.config.recompile_limit
     torch._dynamo.config.recompile_limit = max(limit, len(set(args.epoch_sizes)))
     mode = None if args.compile == "default" else args.compile
@@ -33,11 +36,11 @@ def compiled(module: nn.Module, args: Any) -> nn.Module:
 
 
 def first_step_timed(train_step: Any, args: Any, device: torch.device) -> Any:
-    """``train_step``, whose first call, which compiles, is timed.
+    """Wrap ``train_step``: log how long its first call takes, which compiles it.
 
-    That call raises `UserError` where torch.compile fails.
+    The first call raises `UserError` if torch.compile fails.
     """
-    from torch._dynamo.exc import TorchDynamoException  # seconds to import
+    from torch._dynamo.exc import TorchDynamoException  # takes seconds to import
 
     is_compiled = False
 
@@ -58,7 +61,7 @@ def first_step_timed(train_step: Any, args: Any, device: torch.device) -> Any:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds = time.perf_counter() - began
-        log.info(f"--compile {args.compile}: the first step took {seconds:.1f} s, to compile it")
+        log.info(f"--compile {args.compile}: the first step took {seconds:.1f} s, with compilation")
         return result
 
     return step

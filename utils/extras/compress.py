@@ -1,14 +1,14 @@
-"""``--comm``: averaging gradients over processes with fewer bytes on the wire.
+"""``--comm``: average gradients over processes and send fewer bytes.
 
-    fp16, bf16     torch's own communication hooks of DistributedDataParallel
-    int8, int4     the gradients in blocks, each with its own scale, in 8 or 4 bits; the bits are
-                   summed in float32, each part by one process, and travel back in 8 or 4 bits
-    powersgd:RANK  each matrix as the product of two thin ones (Vogels et al. 2019,
+    fp16, bf16     torch's communication hooks for DistributedDataParallel
+    int8, int4     gradients are sent in blocks with one scale each, in 8 or 4 bits per value. Each
+                   process sums one part in float32 and sends the mean back in 8 or 4 bits.
+    powersgd:RANK  each matrix is sent as the product of two thin ones (Vogels et al. 2019,
                    arxiv.org/abs/1905.13727), with error feedback
 
-All processes get the same bits. A gradient that is infinite or not a number is so for all of them,
-so that all skip the step. Interface: `Exchange` is a communication hook of DistributedDataParallel,
-and a Part of a snapshot. Without this file, gradients travel in float32.
+All processes get bit-identical gradients. If one is infinite or NaN, it is so on all of them, and
+all skip the step. Interface: `Exchange` is a communication hook for DistributedDataParallel and a
+part of snapshots. Without this file, gradients are sent in float32.
 """
 
 import math
@@ -30,15 +30,15 @@ from utils.world import World
 
 # ---- methods
 
-BLOCKS = {8: 256, 4: 128}  # values that share a scale: 1.6 and 6 % more bytes than the bits alone
-TILE = 2**17  # values that are rounded at once on the CPU, where they stay in its cache
+BLOCKS = {8: 256, 4: 128}  # values per scale; the scales add 1.6 and 6 % to the bytes sent
+TILE = 2**17  # values that the CPU rounds in one call, so that they stay in its cache
 SCALE = 4  # bytes of a block's scale, a float32
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to exchange gradients. ``bytes_per_value``: sent for a value of a gradient, scales
-    included; ``bits`` of a quantised value; ``rank`` is PowerSGD's."""
+    """A way to exchange gradients. ``bytes_per_value``: bytes sent per gradient value, including
+    scales. ``bits``: bits per quantised value. ``rank``: PowerSGD's rank."""
 
     name: str
     bytes_per_value: float
@@ -46,7 +46,7 @@ class Method:
     rank: int = 0
 
 
-METHODS = {  # the most exact first
+METHODS = {  # from most to least exact
     "fp32": Method("fp32", 4),
     "fp16": Method("fp16", 2),
     "bf16": Method("bf16", 2),
@@ -58,7 +58,7 @@ NAMES = (*list(METHODS)[:-1], "powersgd[:RANK]")
 
 
 def parse(name: str) -> Method:
-    """The method called ``name``: one of `NAMES`, such as "int8" or "powersgd:4".
+    """Return the method called ``name``: one of `NAMES`, such as "int8" or "powersgd:4".
 
     Raises: `UserError` for any other name.
     """
@@ -69,46 +69,46 @@ def parse(name: str) -> Method:
     return replace(method, name=f"{kind}:{int(rank)}", rank=int(rank)) if colon else method
 
 
-# What a measurement or a forecast tries. What is a little slower than the fastest, but more exact,
-# is better.
+# Methods that a benchmark or forecast compares. It recommends the most exact one whose step is
+# longer than the fastest by at most the fraction WITHIN.
 CANDIDATES = ("fp32", "fp16", "int8", "int4", "powersgd:32")
-WITHIN = 0.05  # how much slower
+WITHIN = 0.05
 
 
 def exactness(name: str) -> tuple[int, int]:
-    """A key that sorts methods by how exact they are; of PowerSGD, by its rank."""
+    """Return a sort key: more exact methods are larger; PowerSGD variants are ordered by rank."""
     return -[*METHODS].index(name.partition(":")[0]), parse(name).rank
 
 
 def most_exact(seconds: dict[str, float]) -> str:
-    """The first method whose step is at most `WITHIN` longer than the shortest.
+    """Return the first method whose step is longer than the shortest by at most `WITHIN`.
 
-    ``seconds`` of a step by method, the most exact method first.
+    ``seconds``: the step time of each method, ordered from most to least exact.
     """
     limit = (1 + WITHIN) * min(seconds.values())
     return next(name for name, took in seconds.items() if took <= limit)
 
 
 def wire_bytes(shapes: Iterable[Sequence[int]], how: Method) -> float:
-    """Bytes that enter the collectives for gradients of these shapes."""
+    """Return the bytes that enter the collectives for gradients of these shapes."""
     return how.bytes_per_value * sum(factors(s, how.rank) or math.prod(s) for s in shapes)
 
 
 def factors(shape: Sequence[int], rank: int) -> int:
-    """How many values PowerSGD sends of a gradient as a product of two matrices.
+    """Return how many values PowerSGD sends for a gradient of this shape.
 
-    0 for one that it sends as it is, as that would not halve it.
+    0 means that it sends the gradient uncompressed, because two factors would save less than half.
     """
     values = rank * (shape[0] + math.prod(shape[1:])) if len(shape) > 1 else 0
     return values if 2 * values <= math.prod(shape) else 0
 
 
 Gradients = Sequence[tuple[int, Tensor]]  # number of the parameter in the model, its gradient
-Step = tuple[int, int, int]  # seed, epoch, step: random numbers are a function of it
+Step = tuple[int, int, int]  # seed, epoch, step: they determine the random numbers
 
 
 def generator(step: Step, rank: int, device: torch.device | str = "cpu") -> torch.Generator:
-    """Random numbers of a rank in a step. As they are a function of it, no state needs saving."""
+    """Return a generator for a rank in a step. It depends on nothing else, so no state is saved."""
     key, *position = step
     for number in (*position, rank):
         key = (key * 1_000_003 + number + 1) % 2**63
@@ -116,13 +116,13 @@ def generator(step: Step, rank: int, device: torch.device | str = "cpu") -> torc
 
 
 def exchange_parts(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """``parts`` [processes * n, ...]: part r goes to rank r. Returns what the others sent."""
+    """Send part r of ``parts`` [processes * n, ...] to rank r. Returns: the received parts."""
     received, rank, size = torch.empty_like(parts), group.rank(), group.size()
     if parts.is_cuda:
         dist.all_to_all_single(received, parts, group=group)
         return received
-    # Not gloo's all-to-all: measured, parts of some MB often travelled at half the link's rate.
-    # Receives come before sends.
+    # In measurements, gloo's own all-to-all often sent parts of a few MB at half the link's rate.
+    # Start receives before sends.
     theirs, mine = received.chunk(size), parts.chunk(size)
     theirs[rank].copy_(mine[rank])
     others = [(rank + i) % size for i in range(1, size)]
@@ -134,11 +134,11 @@ def exchange_parts(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class Quantised:
-    """``bits`` (8 or 4) per value, rounded up or down at random so that the mean is exact.
+    """Send 8 or 4 ``bits`` per value, rounded at random so that the expected value is exact.
 
-    The result is off the exact mean by less than 2 / (2**(bits - 1) - 1) of the largest absolute
-    value of its block in any process: one rounding by each process, and one of the sum. Expected
-    value: the exact mean (Alistarh et al. 2017, arxiv.org/abs/1610.02132).
+    Each process rounds its values once, and the sum is rounded once more. The error of the mean is
+    less than 2 / (2**(bits - 1) - 1) times the largest absolute value of the block in any process;
+    the expected error is zero (Alistarh et al. 2017, arxiv.org/abs/1610.02132).
     """
 
     def __init__(self, bits: int, group: dist.ProcessGroup):
@@ -146,16 +146,16 @@ class Quantised:
         self.block, self.levels = BLOCKS[bits], 2 ** (bits - 1) - 1
         self.width = self.block * bits // 8
         self.tile = TILE // self.block
-        self.buffers: dict[tuple[int, ...], Tensor] = {}  # by the numbers of the gradients in it
+        self.buffers: dict[tuple[int, ...], Tensor] = {}  # key: numbers of the parameters
         self.noise: tuple[Step, Tensor] | None = None
 
     def mean(self, gradients: Gradients, step: Step) -> None:
         """Replace ``gradients`` (any float dtype and shape) by their means over the processes."""
         size, tensors = self.group.size(), [gradient for _, gradient in gradients]
-        # A block belongs to one parameter: gradients of layers differ by orders of magnitude.
+        # No block spans two parameters: gradients of layers differ by orders of magnitude.
         rows = [-(-tensor.numel() // self.block) for tensor in tensors]
         key = tuple(number for number, _ in gradients)
-        if key not in self.buffers:  # zero between the gradients; the processes divide its rows
+        if key not in self.buffers:  # padding is zero; each process sums an equal share of rows
             shape = -(-sum(rows) // size) * size, self.block
             self.buffers[key] = torch.zeros(shape, device=tensors[0].device)
         blocks = self.buffers[key]
@@ -168,16 +168,16 @@ class Quantised:
         part = self.encode(total.div_(size), to_sums)
         whole = part.new_empty((size * len(part), *part.shape[1:]))
         dist.all_gather(list(whole.chunk(size)), part, group=self.group)
-        # Not through the buffer: what is between the gradients there has to stay zero.
+        # Do not decode into the buffer: its padding must stay zero.
         torch._foreach_copy_(tensors, _views(self.decode(whole), rows, tensors))
 
     def encode(self, blocks: Tensor, noise: Tensor) -> Tensor:
-        """``blocks`` float32 [n, block], ``noise`` in [0, 1) [tile, block], which serves one tile
-        of blocks after the other -> uint8 [n, w + 4]: values, then the block's scale as float32."""
+        """Quantise ``blocks``, float32 [n, block]. Each tile of blocks uses the same ``noise``,
+        [tile, block] in [0, 1). Returns: uint8 [n, w + 4], values followed by a float32 scale."""
         sent = torch.empty(len(blocks), self.width + SCALE, dtype=torch.uint8, device=blocks.device)
         for part, out in self._pieces(blocks, sent):
             scale = _largest(part).div_(self.levels)
-            # A little less, as the largest value would round up to one level too many.
+            # Slightly less than 1 / scale: the largest value must not round up past the top level.
             inverse = torch.where(scale > 0, (1 - 1e-6) / scale, scale)  # an infinity becomes NaN
             values = torch.addcmul(noise[: part.shape[-2]], part, inverse).floor_()
             if self.bits == 4:
@@ -187,8 +187,8 @@ class Quantised:
         return sent
 
     def decode(self, sent: Tensor, total: Tensor | None = None) -> Tensor:
-        """What `encode` gave, in float32 [n, block], added to ``total`` if there is one; a block of
-        an infinity is not finite."""
+        """Convert the result of `encode` to float32 [n, block] and add it to ``total``, if given.
+        If a block held an infinity, its values are not finite."""
         out = total if total is not None else torch.empty(len(sent), self.block, device=sent.device)
         for part, sums in self._pieces(sent, out):
             scale = part[..., self.width :].view(torch.float32)
@@ -196,7 +196,7 @@ class Quantised:
             if self.bits == 4:  # low + 16 * high, both from -7 to 7
                 values = torch.cat((values << 4 >> 4, values + 8 >> 4), -1)
             if values.device.type == "cpu":
-                values = values.float()  # a GPU does that on the way
+                values = values.float()  # on a GPU, the multiplication converts them
             if total is None:
                 torch.mul(values, scale, out=sums)
             else:
@@ -204,7 +204,7 @@ class Quantised:
         return out
 
     def _pieces(self, one: Tensor, two: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Rows of both, in pieces of a tile; on a GPU, where each costs a launch, all at once."""
+        """Yield matching rows of both, tile by tile; on a GPU in one piece, to save launches."""
         whole = len(one) - len(one) % self.tile if one.device.type != "cpu" else 0
         if whole:
             shape = whole // self.tile, self.tile, -1
@@ -213,9 +213,9 @@ class Quantised:
             yield one[first : first + self.tile], two[first : first + self.tile]
 
     def _random(self, step: Step, device: torch.device) -> Tensor:
-        """This process's noise of a step, in [0, 1): [2, tile, block], for the parts and the sums.
+        """Return this process's noise for a step, in [0, 1): [2, tile, block].
 
-        Two, as a value and the sum that it is part of must not be rounded by the same number.
+        The first half rounds the parts, the second the sums, so that their errors are independent.
         """
         if self.noise is None or self.noise[0] != step:
             source, shape = generator(step, self.group.rank(), device), (2, self.tile, self.block)
@@ -224,21 +224,21 @@ class Quantised:
 
 
 def _views(blocks: Tensor, rows: list[int], gradients: list[Tensor]) -> list[Tensor]:
-    """The places of ``gradients``, which take so many ``rows`` each, in their shapes."""
+    """Return views of ``blocks``, one for each gradient and in its shape; each takes ``rows``."""
     pairs = zip(gradients, blocks[: sum(rows)].split(rows), strict=True)
     return [part.view(-1)[: gradient.numel()].view(gradient.shape) for gradient, part in pairs]
 
 
 def _largest(blocks: Tensor) -> Tensor:
-    """The largest absolute value of each row, [..., 1]; NaN if there is one."""
+    """Return the largest absolute value of each row, [..., 1]; NaN if the row contains a NaN."""
     if blocks.device.type == "cpu":  # there the norm is three times slower
         return blocks.abs().amax(-1, keepdim=True)
     return torch.linalg.vector_norm(blocks, torch.inf, dim=-1, keepdim=True)
 
 
 class PowerSGD:
-    """Matrices as products of [n, rank] and [rank, m]; what that leaves out comes with the next
-    step. The second factor is the next step's start. Small and 1-D tensors travel as they are."""
+    """Send each matrix as a product [n, rank] x [rank, m]. Its error is added to the next gradient.
+    The next step starts from the second factor. Small and 1-D tensors are sent uncompressed."""
 
     def __init__(
         self,
@@ -246,14 +246,14 @@ class PowerSGD:
         group: dist.ProcessGroup,
         scale: Callable[[Tensor], Tensor] = lambda one: one,
     ):
-        """``scale`` multiplies by the current loss scale; gradients come with it, errors are kept
-        without it."""
+        """``scale`` multiplies a tensor by the loss scale. Gradients are scaled; the stored errors
+        are not."""
         self.rank, self.group, self.scale = rank, group, scale
-        self.errors: dict[int, Tensor] = {}  # by number of the parameter, [n, m]
+        self.errors: dict[int, Tensor] = {}  # key: number of the parameter; [n, m]
         self.starts: dict[int, Tensor] = {}  # [m, rank]
 
     def mean(self, gradients: Gradients, step: Step) -> None:
-        """Replace ``gradients`` (any float dtype and shape) by about their means."""
+        """Replace ``gradients`` (any float dtype and shape) by approximations of their means."""
         size, device = self.group.size(), gradients[0][1].device
         thin = [(number, g) for number, g in gradients if factors(g.shape, self.rank)]
         small = [g for _, g in gradients if not factors(g.shape, self.rank)]
@@ -265,29 +265,29 @@ class PowerSGD:
                 draw = generator((step[0], 0, 0), number)
                 self.starts[number] = torch.randn(matrix.shape[1], self.rank, generator=draw)
                 self.errors[number] = torch.zeros_like(matrix)
-            for tensors in (self.starts, self.errors):  # those of a snapshot come on the CPU
+            for tensors in (self.starts, self.errors):  # after a resume they are on the CPU
                 tensors[number] = tensors[number].to(device)
             matrices.append(torch.addcmul(matrix, self.errors[number], scale))
         left = [m @ self.starts[number] for m, (number, _) in zip(matrices, thin, strict=True)]
         left = self._sum([*left, *(g.float() for g in small)])
         for gradient, total in zip(small, left[len(thin) :], strict=True):
             gradient.copy_(total / size)
-        # In float32, as float16 has too few digits for it.
+        # QR needs float32.
         left = [torch.linalg.qr(factor).Q for factor in left[: len(thin)]]
         right = self._sum([m.T @ factor for m, factor in zip(matrices, left, strict=True)])
         for (number, gradient), matrix, one, total in zip(thin, matrices, left, right, strict=True):
             other = total / size
             product = one @ other.T
             gradient.copy_(product.view(gradient.shape))
-            # After an overflow the step is skipped; its infinities must not come back for ever.
-            # The second factor has them, whatever QR has made of them in the first.
+            # A step that overflows is skipped, and its infinities must not enter the stored errors.
+            # The second factor shows them reliably; QR may hide them in the first.
             fine = torch.isfinite(other).all()
             error = matrix.sub_(product).div_(scale)
             self.errors[number] = torch.where(fine, error, self.errors[number])
             self.starts[number] = torch.where(fine, other, self.starts[number])
 
     def _sum(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Sums over the processes, by one collective."""
+        """Sum the tensors over the processes in one collective."""
         if not tensors:
             return []
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -296,12 +296,12 @@ class PowerSGD:
         return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
-        """This process's errors, and the common starts, on the CPU."""
+        """Return this process's errors and the start factors shared by all, on the CPU."""
         state = {"errors": self.errors, "starts": self.starts}
         return {kind: {n: t.cpu() for n, t in tensors.items()} for kind, tensors in state.items()}
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        """Continue from the mean of what `state_dict` gave in one or more processes."""
+        """Continue from the mean of the `state_dict` of one or more processes."""
         for kind, tensors in (("errors", self.errors), ("starts", self.starts)):
             mine = [state[kind] for state in states]
             tensors.update({n: torch.stack([one[n] for one in mine]).mean(0) for n in mine[0]})
@@ -313,10 +313,10 @@ class PowerSGD:
 class OrderedCollectives:
     """Runs jobs one after the other, in the order in which they were submitted.
 
-    A compressed mean takes two collectives, while backward makes further gradients ready. If the
-    second began in a callback of the first, it would begin at another moment in each process: gloo
-    then pairs collectives of different buckets, and hangs or aborts. Here buckets stay in the order
-    of DistributedDataParallel, the same in all processes, in one thread (CPU) or stream (GPU).
+    A compressed mean needs two collectives, and more buckets become ready in between. If a callback
+    of the first started the second, processes could start them in different orders; gloo would then
+    pair collectives of different buckets, and hang or abort. Here one thread (CPU) or stream (GPU)
+    handles the buckets in DistributedDataParallel's order, which is the same in all processes.
     """
 
     def __init__(self, device: torch.device):
@@ -325,12 +325,12 @@ class OrderedCollectives:
         self.thread = None if on_gpu else ThreadPoolExecutor(1)
 
     def submit(self, job: Callable[[], None], buffer: Tensor) -> Future[Tensor]:
-        """Run ``job`` after those before it; it changes ``buffer``, the future's value."""
+        """Run ``job`` after all earlier jobs. It changes ``buffer``, the value of the future."""
         if self.thread:
             future: Future[Tensor] = Future()
             self.thread.submit(_run, job, buffer, future)
             return future
-        # NCCL's collectives wait in the stream, not on the host: so this returns at once.
+        # NCCL's collectives wait in the stream, not on the host, so this method returns at once.
         future = Future(devices=[self.device])
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream), torch.no_grad():
@@ -343,19 +343,19 @@ class OrderedCollectives:
 def _run(job: Callable[[], None], buffer: Tensor, future: Future[Tensor]) -> None:
     try:
         job()
-    except Exception as error:  # backward raises it
+    except Exception as error:  # backward raises it again
         future.set_exception(error)
     else:
         future.set_result(buffer)
 
 
-LATE = 0.25  # share of the steps before which powersgd does not begin
+LATE = 0.25  # powersgd begins to compress after this share of all steps
 
 
 class Exchange:
-    """The exchange of gradients in one process; it is saved in snapshots.
+    """The exchange of gradients in one process. Snapshots save its state.
 
-    It counts the steps itself: DistributedDataParallel hands over each bucket once a step.
+    It counts steps by their last bucket: DistributedDataParallel passes each bucket once per step.
     """
 
     def __init__(
@@ -367,8 +367,8 @@ class Exchange:
     ):
         """Register with ``replica``, before its first backward pass.
 
-        The gradients are scaled by the loss scale of ``scaler``, if it is enabled. On a node with
-        several processes, the first compresses for all.
+        ``scaler``, if it is enabled, scales the loss and so the gradients. On a node with several
+        processes, the first one compresses for all.
         """
         self.world, self.seed, self.how = world, args.seed, parse(args.comm)
         self.start_at(0, 0, 1, 1)
@@ -380,7 +380,7 @@ class Exchange:
                 group = dist.new_group([*ranks[first : first + world.local_size]])
                 self.inside = group if first == self.first else self.inside
             ranks = firsts
-        # A group of its own: gloo distinguishes operations by their order alone.
+        # Use a separate group, because gloo distinguishes operations only by their order.
         group = dist.new_group([*ranks])
         self.codec: Quantised | PowerSGD | None = None
         if world.rank in ranks and self.how.bits:
@@ -392,15 +392,15 @@ class Exchange:
         replica.register_comm_hook(None, self._hook)
 
     def sent_bytes(self, shapes: Iterable[Sequence[int]]) -> float:
-        """Bytes that this process sends per step for gradients of these shapes."""
+        """Return the bytes that this process sends per step for gradients of these shapes."""
         return ring_bytes(wire_bytes(shapes, self.how), self.world.size)
 
     def start_at(self, epoch: int, step: int, steps: int, epochs: int) -> None:
-        """The next step is ``step`` of ``steps`` in ``epoch`` of ``epochs``, all from 0."""
+        """Set the next step: ``step`` of ``steps`` in ``epoch`` of ``epochs``, counted from 0."""
         self.next_step, self.steps, self.epochs = epoch * steps + step, steps, epochs
 
     def _hook(self, _: None, bucket: dist.GradBucket) -> Future[Tensor]:
-        """Called by DistributedDataParallel for each bucket of gradients that is ready."""
+        """Exchange a bucket of gradients; DistributedDataParallel calls this when it is ready."""
         how, codec, buffer = self.how, self.codec, bucket.buffer()
         epoch, number = divmod(self.next_step, self.steps)
         self.next_step += bucket.is_last()
@@ -413,10 +413,10 @@ class Exchange:
         gradients = [(self.number[parameter], gradient) for parameter, gradient in pairs]
 
         def mean() -> None:
-            """Average in full precision within a node, compressed between the nodes."""
+            """Average within each node in full precision, and between nodes with compression."""
             if self.inside is not None:
                 dist.reduce(buffer, self.first, group=self.inside)
-            if codec is not None:  # in the first process of each node
+            if codec is not None:  # only the first process of each node has one
                 if self.inside is not None:
                     buffer.div_(self.world.local_size)
                 codec.mean(gradients, (self.seed, epoch, number))
@@ -426,7 +426,7 @@ class Exchange:
         return self.ordered.submit(mean, buffer)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of all processes for a snapshot. Collective; only rank 0's result counts."""
+        """Return all processes' state for a snapshot. Collective; only rank 0's is complete."""
         state: dict[str, Any] = {"method": self.how.name}
         if self.how.rank:
             mine = self.codec.state_dict() if self.codec is not None else {}
@@ -436,10 +436,9 @@ class Exchange:
         return state
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Continue from a snapshot, in every process.
+        """Continue from a snapshot. All processes must call it.
 
-        On another number of processes each gets the mean of all states, so that their sum stays the
-        same.
+        If their number has changed, each gets the mean of all states, which keeps the mean error.
         """
         states = saved.get("states")
         if states and saved["method"] == self.how.name and self.codec is not None:

@@ -1,6 +1,6 @@
-"""The classes of ImageNet's 50,000 validation images, which are in one folder or tar file.
+"""The classes of ImageNet's 50,000 validation images, which come without class folders.
 
-No option: used where DATA holds ILSVRC2012_img_val.tar, and by `scripts/prepare_data.py imagenet`.
+No option: used if DATA contains ILSVRC2012_img_val.tar, and by `scripts/prepare_data.py imagenet`.
 Interface: `val_labels`. Without this file, training on the original tar files ends with an error.
 """
 
@@ -19,20 +19,20 @@ KAGGLE_CSV = "LOC_val_solution.csv"
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
 TRUTH = "data/ILSVRC2012_validation_ground_truth.txt"
 META = "data/meta.mat"
-# MATLAB's level 5 format: types of elements, and numpy's names of the numeric ones.
+# MATLAB's level 5 format: type numbers of elements, and numpy's names for the numeric types.
 # https://www.mathworks.com/help/pdf_doc/matlab/matfile_format.pdf
 MATRIX, COMPRESSED = 14, 15
 NUMBERS = {1: "i1", 2: "u1", 3: "<i2", 4: "<u2", 5: "<i4", 6: "<u4", 7: "<f4", 9: "<f8"}
-LARGEST = 1 << 28  # bytes of meta.mat after decompression; the real one has a few million
+LARGEST = 1 << 28  # limit for meta.mat after decompression, bytes; the real file has a few million
 
 
 def label_files(folder: Path) -> list[Path]:
-    """The files in ``folder`` that `val_labels` reads, the preferred one first."""
+    """Return the files in ``folder`` that `val_labels` can read, the preferred one first."""
     return [path for path in (folder / KAGGLE_CSV, folder / DEVKIT) if path.is_file()]
 
 
 def val_labels(folder: Path) -> dict[str, str]:
-    """The class (WordNet id) of each validation image, by file name.
+    """Return the class (WordNet id) of each validation image, by file name.
 
     Read from Kaggle's table or from the devkit of image-net.org. Raises: `UserError`.
     """
@@ -45,7 +45,7 @@ def val_labels(folder: Path) -> dict[str, str]:
         with files[0].open(newline="") as file:
             rows = csv.DictReader(file)
             return {f"{row['ImageId']}.JPEG": row["PredictionString"].split()[0] for row in rows}
-    except Exception as error:  # the readers of damaged files raise nearly anything
+    except Exception as error:  # damaged files cause many types of error
         reason = (str(error).splitlines() or [""])[0] or type(error).__name__
         raise UserError(f"cannot read {files[0]} ({reason}); get the file again") from error
 
@@ -65,11 +65,11 @@ def _of_devkit(path: Path) -> dict[str, str]:
 
 
 def _synsets(data: bytes) -> dict[int, str]:
-    """The WordNet id of each ILSVRC2012_ID: two fields of the array ``synsets`` in meta.mat."""
-    for kind, array in _elements(data[128:]):  # after a header
+    """Return the WordNet id of each ILSVRC2012_ID, from the array ``synsets`` in meta.mat."""
+    for kind, array in _elements(data[128:]):  # skip the header
         if kind != MATRIX:
             continue
-        # Flags, dimensions, name, width of a field name, field names, then the values by rows.
+        # An array has flags, dimensions, name, width of a field name, field names, rows of values.
         _, _, name, width, names, *values = [content for _, content in _elements(array)]
         if name == b"synsets":
             size = int.from_bytes(width, "little")
@@ -79,21 +79,21 @@ def _synsets(data: bytes) -> dict[int, str]:
             ]
             synsets = {}
             for cells in zip(*columns, strict=True):
-                # Of a value in a cell, after flags, dimensions and name: its type and content.
+                # A cell has flags, dimensions and a name before its value.
                 (dtype, number), (_, wnid) = (list(_elements(cell))[3] for cell in cells)
-                wnid = wnid.replace(b"\0", b"").decode("ascii")  # one or two bytes a letter
+                wnid = wnid.replace(b"\0", b"").decode("ascii")  # one or two bytes per letter
                 synsets[int(np.frombuffer(number, NUMBERS[dtype])[0])] = wnid
             return synsets
     raise ValueError(f"{META} has no array synsets")
 
 
 def _elements(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Type and content of each element of a level 5 file, or of an array in it."""
+    """Yield type and content of each element of a level 5 file, or of an array in it."""
     place = 0
     while place + 8 <= len(data):
         kind, size = struct.unpack_from("<II", data, place)
         start = place + 8
-        if kind >> 16:  # a short one: up to four bytes take the place of the size
+        if kind >> 16:  # a short element stores up to four bytes in place of the size
             kind, size, start = kind & 0xFFFF, kind >> 16, place + 4
         content = data[start : start + size]
         if kind == COMPRESSED:

@@ -1,7 +1,7 @@
-"""``--dummy``: the speed of the training step alone, on random images on the device.
+"""``--dummy``: time the training step alone, with random images on the device.
 
-Interface: `Dummy` is a `utils.folder.Source`; `time_step` calls `train_step` in place of the loop
-over an epoch. Without this file, a step cannot be timed alone.
+Interface: `Dummy` is a `utils.folder.Source`; `time_step` replaces the loop over epochs and calls
+`train_step`. Without this file, the training step cannot be timed without data loading.
 """
 
 import logging
@@ -25,15 +25,15 @@ from utils.world import World
 
 WARMUP_STEPS, TIMED_STEPS = 5, 20
 MOST_CLASSES = 1_000_000
-AHEAD = 3  # steps that the host can start before the GPU has finished the first one
+AHEAD = 3  # steps that the host can queue before the GPU has finished the first one
 
 log = logging.getLogger(__name__)
 
 
 class Dummy(Source):
-    """A source with endless images, none of which is ever read: batches are made on the device.
+    """A source whose images are never read, because batches are generated on the device.
 
-    ``choice`` is ``--classes``, the number of classes (None: 1000). Raises: `UserError`.
+    ``choice``: the value of ``--classes``, a number (None: 1000). Raises: `UserError`.
     """
 
     def __init__(self, choice: str | None):
@@ -49,8 +49,8 @@ class Dummy(Source):
 def time_step(session: Session, train_step: TrainStep) -> int:
     """Time the step on random images and print images/s, ms per step and peak memory.
 
-    The same step as in training, optimiser and all-reduce included; no loader, no metrics. Writes
-    the figures to summary.json. Returns: exit code 0.
+    The step includes optimiser and all-reduce as in training, but neither data loading nor metrics.
+    The figures are written to summary.json. Returns: exit code 0.
     """
     args, world, run, global_batch = session.args, session.world, session.run, session.global_batch
     run.begin(0, 0)
@@ -60,7 +60,7 @@ def time_step(session: Session, train_step: TrainStep) -> int:
     images = images.to(memory_format=args.memory_format)
     targets %= len(session.loaders.classes)
     if (comm := session.state.parts.get("comm")) is not None:
-        comm.start_at(1, 0, 1, 2)  # powersgd compresses from the first step on
+        comm.start_at(1, 0, 1, 2)  # make powersgd compress from the first step
     timer = addons.extra("watch").StepTimer(session.state.model, world.device, world.size > 1)
     train_step = addons.first_step_timed(train_step, args, world.device)
 
@@ -72,7 +72,7 @@ def time_step(session: Session, train_step: TrainStep) -> int:
             timer.end(update)
 
     log.info(
-        f"timing {TIMED_STEPS} steps of {global_batch} images, after {WARMUP_STEPS} to warm up ..."
+        f"timing {TIMED_STEPS} steps of {global_batch} images after {WARMUP_STEPS} warm-up steps"
     )
     figures = time_steps(step, world, WARMUP_STEPS, TIMED_STEPS, timer)
     figures["images_per_s"] = 1000 * global_batch / figures["ms_per_step"]
@@ -92,7 +92,7 @@ def time_step(session: Session, train_step: TrainStep) -> int:
 
 
 def random_batch(size: int, side: int, world: World, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Images float32 [size, 3, side, side] and targets int64 [size] from 0 to 999."""
+    """Return images float32 [size, 3, side, side] and targets int64 [size] from 0 to 999."""
     generator = torch.Generator(world.device).manual_seed(seed + world.slice)
     made = {"generator": generator, "device": world.device}
     return torch.randn((size, 3, side, side), **made), torch.randint(1000, (size,), **made)
@@ -101,17 +101,17 @@ def random_batch(size: int, side: int, world: World, seed: int = 0) -> tuple[Ten
 def time_steps(
     step: Callable[[], Any], world: World, warm_up: int, steps: int, timer: Any = None
 ) -> dict[str, Any]:
-    """Call ``step`` and measure it. ``timer`` is on in the timed calls. Collective.
+    """Call ``step`` and measure it. ``timer`` runs during the timed calls. Collective.
 
-    Per step: ``ms_per_step``, CPU time ``cpu_ms_per_step`` of this process with all its threads,
-    ``network_mb_per_step`` that left this machine, headers included. ``peak_memory_bytes`` of this
-    process. On a GPU also ``host_ms_per_step``, in which the host starts a step's work, and
-    ``host_waits``, the files and lines where it waits for the GPU.
+    Returns: ``ms_per_step``; ``cpu_ms_per_step``, the CPU time of all threads of this process;
+    ``network_mb_per_step``, sent by this machine, headers included; ``peak_memory_bytes`` of this
+    process. On a GPU also ``host_ms_per_step``, the time that the host takes to start a step's
+    work, and ``host_waits``, the files and lines where the host waits for the GPU.
     """
     cuda = world.device.type == "cuda"
 
     def run(count: int) -> float:
-        """Seconds that ``count`` steps take until the devices of all processes have done them."""
+        """Return the seconds until the devices of all processes have finished ``count`` steps."""
         began = time.perf_counter()
         for _ in range(count):
             step()
@@ -125,7 +125,7 @@ def time_steps(
     # An upper limit: the first step is the slowest, as it allocates, chooses kernels and compiles.
     first = run(1)
     log.info(
-        f"the first step took {first:.1f} s: done in {first * (warm_up + steps):.0f} s at most"
+        f"the first step took {first:.1f} s, all need at most {first * (warm_up + steps):.0f} s"
     )
     run(warm_up - 1)
     if timer is not None:
@@ -151,12 +151,12 @@ def time_steps(
         torch.cuda.set_sync_debug_mode("warn")
         step()
         torch.cuda.set_sync_debug_mode("default")
-    # Not the warning that the debug mode is a prototype.
+    # Ignore the warning that the debug mode is a prototype.
     waits = [one for one in seen if "called a synchronizing" in str(one.message)]
     return figures | {"host_waits": [f"{one.filename}:{one.lineno}" for one in waits]}
 
 
 def sent_bytes() -> int:
-    """Bytes that have left this machine, by all network interfaces but the loopback."""
+    """Return the bytes that this machine has sent over all network interfaces except loopback."""
     rows = [line.split(":") for line in Path("/proc/self/net/dev").read_text().splitlines()[2:]]
     return sum(int(counts.split()[8]) for name, counts in rows if name.strip() != "lo")

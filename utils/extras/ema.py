@@ -1,12 +1,13 @@
 """``--ema``: an exponential moving average (EMA) of the weights, evaluated beside the model.
 
-average = d * average + (1 - d) * weights after each step (Polyak and Juditsky 1992; as timm's
-ModelEma and torchvision's references do it). Batch norm's running statistics are averaged like
-weights, so that both are of the same steps; integer counters stay the model's own.
+average = d * average + (1 - d) * weights after each step (Polyak and Juditsky 1992; same rule as
+timm's ModelEma and torchvision's references). Batch norm's running statistics are averaged like
+weights, so that both cover the same steps; integer counters are not averaged.
 
-It is a hook of the optimiser's step. A step that a loss scaler skips on the device counts like any
-other, as in timm and torchvision: the weights are unchanged and finite, and there is no host-device
-sync. One that the scaler skips on the host, as on a CPU, does not count.
+Interface: `Average.after_step` is a hook of the optimiser's step. A step that a loss scaler skips
+on the device counts, as in timm and torchvision: the weights are unchanged and finite, and counting
+needs no host-device sync. A step skipped on the host (CPU) does not count. Without this file, the
+option is an error.
 """
 
 from collections.abc import Iterator
@@ -22,14 +23,14 @@ from utils.world import local, reshard, shard_like
 class Average:
     """The averages of a model's weights and running statistics, float32, on the model's device.
 
-    ``averages`` are by name of the model's state dict. A tensor that is sharded over the processes
-    (a DTensor) is averaged shard by shard.
+    ``averages`` has the names of the model's state dict. Each process averages its own shard of a
+    DTensor.
     """
 
     def __init__(self, model: nn.Module, decay: float, masters: dict[str, Tensor] | None = None):
         """``masters``: the float32 originals of the model's float16 weights, by name."""
         self.model, self.decay = model, decay
-        # Without detach(), as FSDP may move the memory of a shard.
+        # Keep the variables themselves: FSDP may move a shard's memory.
         state = model.state_dict(keep_vars=True)
         self.live = {name: x for name, x in state.items() if x.is_floating_point()}
         self.sources = [*(self.live | (masters or {})).values()]
@@ -40,18 +41,18 @@ class Average:
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Update the averages after an optimiser step. Nothing here waits for the device."""
+        """Update the averages after an optimiser step, without waiting for the device."""
         self.steps += 1
-        # The first weights soon count little: as TensorFlow's ExponentialMovingAverage does.
+        # A smaller decay at first forgets the initial weights, as TensorFlow's averages do.
         decay = min(self.decay, (1 + self.steps) / (10 + self.steps))
         sources = [source.float() for source in map(local, self.sources)]
         torch._foreach_lerp_([*map(local, self.averages.values())], sources, 1 - decay)
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
-        """In this context the model has the averages in place of its weights.
+        """Context in which the model has the averages in place of its weights.
 
-        Meanwhile a copy of its own weights takes as much memory as they do.
+        The weights are copied meanwhile, which takes as much memory again.
         """
         own = [local(tensor).detach().clone() for tensor in self.live.values()]
         self._put([*map(local, self.averages.values())])
@@ -66,14 +67,14 @@ class Average:
         reshard(self.model)  # FSDP may still hold gathered weights from before
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages and their number of steps, for a snapshot."""
+        """Return the averages and the number of averaged steps, for a snapshot."""
         return {"model": self.averages, "steps": self.steps}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict` with whole tensors.
+        """Continue from a `state_dict` with whole (unsharded) tensors.
 
-        Raises: ValueError when it is of another model.
+        Raises: ValueError if it belongs to another model.
         """
         self.steps = state["steps"]
         for name, average in self.averages.items():

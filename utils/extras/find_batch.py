@@ -1,9 +1,9 @@
-"""``--find-batch``: the largest batch that fits into a GPU's memory.
+"""``--find-batch``: print the largest batch that fits into a GPU's memory.
 
-The script's own training step computes forward and backward for 8, 16, 64 ... random images. Its
-memory grows nearly linearly, which predicts how many fit. No optimiser step is taken; the memory of
-its state is added. All processes try the same sizes, so that collectives within a step match (FSDP,
-SyncBatchNorm); the fullest GPU decides.
+Interface: `find` calls the script's `train_step`, without optimiser steps, for 8, 16, 64 ... random
+images. Memory use grows nearly linearly, which predicts how many images fit; the memory for the
+optimiser's state is added. All processes try the same sizes, so that collectives within a step
+match (FSDP, SyncBatchNorm), and the fullest GPU decides. Without this file, the option is an error.
 """
 
 import math
@@ -19,8 +19,8 @@ from utils.session import Session, TrainStep
 from utils.world import gather, is_sharded, local, node_name
 
 STEP = 8  # images per device
-FASTEST = 4  # times the last size that fitted, at most
-MARGIN = 0.08  # of the memory: for fragments, workspaces and what communication takes later
+FASTEST = 4  # largest factor from one size to the next
+MARGIN = 0.08  # share of memory kept free for fragmentation, workspaces and communication
 GIB = 2**30
 # How torch, cuDNN and cuBLAS report that they are out of memory.
 SHORTAGE = re.compile(
@@ -31,9 +31,9 @@ log = getLogger(__name__)
 
 
 def find(session: Session, train_step: TrainStep) -> int:
-    """Print the largest batch per GPU, and how full the fullest GPU then is. Returns: exit code 0.
+    """Print the largest batch per GPU, and how full it makes the fullest GPU. Returns: exit code 0.
 
-    Raises: `UserError` when not even the smallest fits.
+    Raises: `UserError` if even the smallest batch does not fit.
     """
     args, world = session.args, session.world
     log.info(f"{args.arch}: forward and backward with growing batches ...")
@@ -45,12 +45,12 @@ def find(session: Session, train_step: TrainStep) -> int:
 
 
 def search(session: Session, train_step: TrainStep, side: int) -> tuple[int, int, str]:
-    """The largest -b, the number of GPUs that share it, and how full the fullest GPU then is."""
+    """Return the largest -b, how many GPUs share it, and a text: how full the fullest GPU gets."""
     args, model, world = session.args, session.state.model, session.world
     count = torch.cuda.device_count() if session.run.mode == "dp" else 1
     devices = list(range(count)) if count > 1 else [torch.cuda.current_device()]
     free = min(torch.cuda.mem_get_info(d)[0] + torch.cuda.memory_reserved(d) for d in devices)
-    # The optimiser's state (two moments) and the averaged weights come after these steps.
+    # The optimiser's state (two moments) and the averaged weights are allocated only in training.
     trained = sum(local(w).numel() for w in model.parameters() if w.requires_grad)
     later = 4.0 * trained * (2 + bool(args.ema))
     limit, node = min(gather((free * (1 - MARGIN) - later, node_name(world)), world))
@@ -58,10 +58,10 @@ def search(session: Session, train_step: TrainStep, side: int) -> tuple[int, int
     share = session.train.sampler.images / world.slices / args.accum_steps
     most = step * math.ceil(share / step)  # all images of the data set, rounded up
     model.train()
-    # Bytes by size; the largest that fits, the smallest that does not, the one to try.
+    # Bytes by size; the largest size that fits, the smallest that does not, the next one to try.
     seen: dict[int, float] = {}
     low, high, size = 0, math.inf, step
-    # Compiling for each size would take longer than all the rest.
+    # Do not compile for each size: that would take longer than everything else.
     with torch.compiler.set_stance("force_eager") if args.compile else nullcontext():
         while low < size < high:
             peak = max(gather(_peak(session, train_step, (size, 3, side, side), devices), world))
@@ -77,12 +77,12 @@ def search(session: Session, train_step: TrainStep, side: int) -> tuple[int, int
             on_every_rank=True,
         )
     taken, free = (seen[low] + later) / GIB, (limit + later) / (1 - MARGIN) / GIB
-    how = f"takes about {taken:.3g} of {free:.3g} GiB on {node}, which has the least"
+    how = f"takes about {taken:.3g} of {free:.3g} GiB on {node}, which has the least memory"
     return low, count, how + "; the data set has no more images" * (low == most)
 
 
 def _next(seen: dict[int, float], limit: float, low: int, high: float) -> int:
-    """The size to try after those in ``seen``; below ``low`` or equal to it if there is none."""
+    """Return the next size to try, given those in ``seen``; at most ``low`` if none is left."""
     if high < math.inf:
         return (low + int(high)) // 2
     if len(seen) < 2:
@@ -95,26 +95,26 @@ def _next(seen: dict[int, float], limit: float, low: int, high: float) -> int:
 def _peak(
     session: Session, train_step: TrainStep, shape: tuple[int, ...], devices: list[int]
 ) -> float:
-    """Bytes that forward and backward for random images take on the fullest of this process's
-    GPUs; infinite if they run out of memory."""
+    """Return the peak memory of forward and backward for random images, in bytes, on the fullest
+    GPU of this process; infinite if a GPU runs out of memory."""
     args, state = session.args, session.state
     torch.cuda.empty_cache()
     for device in devices:
         torch.cuda.reset_peak_memory_stats(device)
     on_device = {"device": session.world.device}
     try:
-        # In the second micro-batch of a step, the gradients of the first one take memory.
+        # The second micro-batch of a step also needs memory for the gradients of the first.
         for _ in range(min(args.accum_steps, 2)):
             images = torch.randn(shape, dtype=session.loaders.dtype, **on_device)
             images = images.contiguous(memory_format=args.memory_format)
             targets = torch.zeros(len(images), dtype=torch.int64, **on_device)
-            # In training, the next batch lies beside it, as bytes and as floats.
+            # Training also keeps the next batch in memory, as bytes and as floats.
             ahead = [torch.empty_like(images), torch.empty_like(images, dtype=torch.uint8)]
             train_step(images, targets, 1.0, False)
             del ahead, images
         peak = float(max(torch.cuda.max_memory_allocated(device) for device in devices))
     except RuntimeError as error:
-        # An exception of one process would leave the others waiting within a collective.
+        # If one process skipped a collective, the others would wait for it.
         tied = state.sharded or getattr(args, "sync_bn", False)
         if tied or not SHORTAGE.search(str(error)):
             raise
@@ -126,9 +126,9 @@ def _peak(
 
 
 def forget_gradients(model: nn.Module) -> None:
-    """Drop the whole gradients of a sharded model, of micro-batches that have ended no step.
+    """Free the unsharded gradients that a sharded model keeps until a step's last micro-batch.
 
-    By torch's private names, as there is no public way; without them, this does nothing.
+    torch has no public function for this; if its private names change, this does nothing.
     """
     for module in filter(is_sharded, model.modules()):
         state = getattr(module, "_get_fsdp_state", lambda: None)()

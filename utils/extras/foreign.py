@@ -1,9 +1,9 @@
-"""Weights from elsewhere: ``--pretrained``, and ``--resume`` of other programs' checkpoints.
+"""``--pretrained``, and ``--resume`` with checkpoints of other programs.
 
-Interface: functions that addons.py and `utils.resume` call. They take published weights of
-torchvision and timm, and files of pytorch/examples, the Apex example, torchvision's references and
-timm, without optimiser state, loss scale and epoch. Without this file, only new models and
-snapshots of this suite can be trained.
+Interface: functions that addons.py and `utils.resume` call. They load published weights of
+torchvision and timm, and the weights (not optimiser state, loss scale or epoch) in checkpoints of
+pytorch/examples, the Apex example, torchvision's references and timm. Without this file, training
+starts only with new models and with snapshots of this suite.
 """
 
 import os
@@ -21,22 +21,22 @@ from utils.errors import UserError
 from utils.models import is_own, scale_input_as
 from utils.preprocessing import Preprocessing, nearest_interpolation
 
-_EMA = ("state_dict_ema", "model_ema")  # timm's name, and that of torchvision's references
+_EMA = ("state_dict_ema", "model_ema")  # key in timm's files; in those of torchvision's references
 MOST_MISSING = 0.1  # share of the model's tensors; a file that lacks more is for another model
-_SHOWN = 4  # names in a message
+_SHOWN = 4  # names listed in a message
 
 
 # ---- published weights
 
 
 def expected_preprocessing(args: Namespace, local: bool) -> Preprocessing | None:
-    """The preprocessing for the weights of ``--pretrained``; None if unknown. Raises: `UserError`.
+    """Return the preprocessing for the ``--pretrained`` weights, or None. Raises: `UserError`.
 
-    Without ``local`` the file may be missing here.
+    ``local``: the file must exist on this machine.
     """
     published, file = published_preprocessing(args.arch), args.pretrained
     if file is True and published is None:
-        raise UserError(f"timm has no pretrained weights of {args.arch}: leave --pretrained out")
+        raise UserError(f"timm has no pretrained weights for {args.arch}: leave --pretrained out")
     if file is True or not (local or os.path.isfile(file)):
         return published
     saved = read_weights(file).get("preprocessing")  # in a file of this suite
@@ -44,7 +44,7 @@ def expected_preprocessing(args: Namespace, local: bool) -> Preprocessing | None
 
 
 def published_preprocessing(arch: str) -> Preprocessing | None:
-    """The preprocessing that the published weights of ``arch`` expect, if there are any.
+    """Return the preprocessing that the published weights of ``arch`` expect; None without weights.
 
     Downloads nothing.
     """
@@ -57,7 +57,7 @@ def published_preprocessing(arch: str) -> Preprocessing | None:
 
 
 def with_published_weights(arch: str, classes: int, image_size: int) -> nn.Module:
-    """A model of torchvision with its best ImageNet weights, and a new last layer unless
+    """Return a torchvision model with its best ImageNet weights. Its last layer is new unless
     ``classes`` is 1000."""
     published = get_model_weights(arch).DEFAULT
     options = {"input_size": (image_size, image_size)} if arch.startswith("maxvit") else {}
@@ -67,7 +67,7 @@ def with_published_weights(arch: str, classes: int, image_size: int) -> nn.Modul
         model.load_state_dict(interpolate_embeddings(image_size, model.patch_size, state))
     else:
         model = get_model(arch, weights=published, **options)
-    if arch == "inception_v3":  # torchvision removes those of googlenet
+    if arch == "inception_v3":  # for googlenet, torchvision does this itself
         model.aux_logits, model.AuxLogits = False, None
     if classes != 1000:
         name = addons.extra("blocks").head_of(model, 1000)
@@ -85,9 +85,9 @@ def with_published_weights(arch: str, classes: int, image_size: int) -> nn.Modul
 
 
 def read_weights(file: str) -> dict[str, Any]:
-    """The content of any program's checkpoint, or of a .safetensors file, on the CPU.
+    """Load any program's checkpoint, or a .safetensors file, to the CPU.
 
-    No code in it is run. Raises: `UserError`.
+    Code in the file is not executed. Raises: `UserError`.
     """
     path = Path(file)
     if path.suffix != ".safetensors":
@@ -100,28 +100,28 @@ def read_weights(file: str) -> dict[str, Any]:
         raise UserError(
             f"{path} needs a package: pip install safetensors", on_every_rank=True
         ) from None
-    except Exception as error:  # the package's own kind, among others
+    except Exception as error:  # the package has its own types
         raise UserError(f"{path} cannot be read as weights ({str(error)[:200]})") from error
 
 
 def plain_weights(
     content: dict[str, Any], path: Path | None
 ) -> tuple[dict[str, Tensor], str | None]:
-    """The model's weights in any program's checkpoint, under torchvision's names, and a note.
+    """Return the model's weights in any program's checkpoint, by torchvision's names, and a note.
 
-    Averaged weights (EMA) are taken only if there are no others, as the optimiser continues from
-    the plain ones. Raises: `UserError`.
+    Averaged weights (EMA) are used only if there are no others, because training continues from
+    the plain weights. Raises: `UserError`.
     """
     ema = next((name for name in _EMA if name in content), None)
     weights, note = content.get("model", content.get("state_dict")), None
     if ema is not None:
-        which = "the plain weights in it are used" if weights else "there are no others in it"
-        note = f"note: {path} holds averaged (EMA) weights, {ema}: {which}"
+        which = "its plain weights are used" if weights else "it has no others"
+        note = f"note: {path} contains averaged (EMA) weights, {ema}: {which}"
     if weights is None:
         weights = content.get(ema, content)
     if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights):
-        raise UserError(f"{path} holds no model weights", on_every_rank=True)
-    # Without the prefixes of DistributedDataParallel and torch.compile.
+        raise UserError(f"{path} contains no model weights", on_every_rank=True)
+    # Remove the prefixes of DistributedDataParallel and torch.compile.
     named = {n.replace("_orig_mod.", "").removeprefix("module."): x for n, x in weights.items()}
     if ema is not None:
         named.pop("n_averaged", None)  # the counter of torch.optim.swa_utils.AveragedModel
@@ -132,11 +132,11 @@ def plain_weights(
 
 
 def load_weights(model: nn.Module, file: str, arch: str, classes: int) -> list[str]:
-    """Load the weights in ``file`` into ``model``, whose last layer has ``classes`` logits.
+    """Load the weights in ``file`` into ``model``, whose last layer has ``classes`` outputs.
 
-    The last layer keeps its new weights if the file's has other classes; position embeddings are
-    resized to the model's image size. Returns: notes for the log. Raises: `UserError` for a file of
-    another model.
+    The last layer keeps its initial weights if the file has another number of classes. Position
+    embeddings are resized to the model's image size. Returns: notes for the log. Raises:
+    `UserError` if the file is for another model.
     """
     path, content = Path(file), read_weights(file)
     head = addons.extra("blocks").head_of(model, classes)
@@ -176,9 +176,9 @@ def load_weights(model: nn.Module, file: str, arch: str, classes: int) -> list[s
 
 
 def resized(positions: Tensor, own: Tensor, model: nn.Module) -> Tensor:
-    """Position embeddings [1, places, width] of a vision transformer for another image size.
+    """Resize position embeddings [1, places, width] of a vision transformer to another image size.
 
-    By torchvision or timm for their own models; returned as they are if that is impossible.
+    torchvision or timm does this for its own models. If it cannot, they are returned unchanged.
     """
     if positions.ndim != 3 or positions.shape[2:] != own.shape[2:]:
         return positions
@@ -189,7 +189,7 @@ def resized(positions: Tensor, own: Tensor, model: nn.Module) -> Tensor:
         return resample_abs_pos_embed(positions, new_size=size, num_prefix_tokens=tokens)
     name = "encoder.pos_embedding"
     side = round((own.shape[1] - 1) ** 0.5)
-    try:  # as if patches had one pixel
+    try:  # only the number of patches matters, so use patches of one pixel
         return interpolate_embeddings(side, 1, {name: positions})[name]
     except ValueError:
         return positions

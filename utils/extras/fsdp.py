@@ -1,7 +1,8 @@
-"""Sharded models (FSDP2), for imagenet_fsdp.py: what is sharded together; ``--reshard``.
+"""Sharded models (FSDP2): what is sharded together; ``--reshard``.
 
-All functions take plain tensors and models as well. FSDP and DTensor take a second to import, so
-only the functions that need them do.
+Used by imagenet_fsdp.py, which does not start without this file. Interface: `add_options`, and the
+arguments of `fully_shard`. All functions also accept plain tensors and models. FSDP and DTensor
+take a second to import, so only the functions that need them do.
 """
 
 import argparse
@@ -20,27 +21,27 @@ from torch.utils._pytree import tree_map_only
 from utils import addons
 from utils.world import World, is_sharded, local
 
-SMALL = 100_000  # weights; a smaller block is not worth a collective of its own
-LARGE = 1_000_000  # weights; a layer outside of all blocks that is worth a collective
+SMALL = 100_000  # weights; a block with fewer is not sharded separately
+LARGE = 1_000_000  # weights; a layer outside all blocks with at least as many is
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """``--reshard``."""
+    """Add ``--reshard``."""
     text = (
         "how long gathered weights stay in memory. full (ZeRO-3): while their block computes; none "
-        "(ZeRO-2): until backward, which gathers half as often but needs memory for the whole "
-        "model; node: as full, but each node has all shards, so that only gradients leave it"
+        "(ZeRO-2): until backward, which halves the gathers but needs memory for the whole model; "
+        "node: like full, but each node has all shards and sends only gradients to other nodes"
     )
     add = parser.add_argument_group("sharding").add_argument
     add("--reshard", choices=("none", "full", "node"), default="full", help=text)
 
 
-# ---- what `fully_shard` is called with
+# ---- the arguments of `fully_shard`
 
 
 def mesh(args: Any, world: World) -> DeviceMesh:
-    """The processes that divide the model among them: all, or with ``--reshard node`` those of each
-    node, [nodes, processes of a node]. All processes must call it."""
+    """Return the mesh of processes that share one copy of the model: all processes, or with
+    ``--reshard node`` [nodes, processes per node]. All processes must call it."""
     kind = world.device.type
     if args.reshard != "node" or world.nodes == 1:
         return DeviceMesh.from_group(dist.group.WORLD, kind)
@@ -53,12 +54,11 @@ def mesh(args: Any, world: World) -> DeviceMesh:
 
 
 def parts(model: nn.Module, dtype: torch.dtype | None) -> list[tuple[Any, Any]]:
-    """The modules to shard and their precision, in order: the `units`, then the model itself.
+    """Return the modules to shard and their precision, in order: the `units`, then the model.
 
-    The weights of a part are gathered together, as ``dtype`` (None: float32); their gradients are
-    reduced in float32. torch.autocast casts the inputs, as in the other scripts. Batch norms have
-    running statistics in float32 and need weights of the same dtype: the batch norms of a unit are
-    one part of their own.
+    The weights of a part are gathered together, in ``dtype`` (None: float32); their gradients are
+    reduced in float32. torch.autocast casts the inputs, as in the other scripts. Batch norm needs
+    weights in float32, like its running statistics, so a unit's batch norms are a separate part.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -79,15 +79,15 @@ def parts(model: nn.Module, dtype: torch.dtype | None) -> list[tuple[Any, Any]]:
 
 
 def units(model: nn.Module) -> list[nn.Module]:
-    """The modules that are sharded separately: the blocks that a model repeats, and large layers
-    outside of them (those of a VGG). The rest is small, or not recognised."""
+    """Return the modules that are sharded separately: the model's repeated blocks, and large layers
+    outside of them (as in a VGG). All other modules are small or not recognised."""
     blocks = [b for b in addons.extra("blocks").repeated(model) if size(b) >= SMALL]
     return blocks + [layer for layer in _layers(model) if size(layer) >= LARGE]
 
 
 def _layers(parent: nn.Module) -> Iterator[nn.Module]:
-    """Linear and convolution layers of the model itself and of its sequences. Others may be read
-    without being called, and then nothing would gather their weights."""
+    """Yield linear and convolution layers of the model itself and of its sequences. Weights of
+    other modules may be used without a call of the module, and then FSDP would not gather them."""
     for child in parent.children():
         if type(child) in (nn.Linear, nn.Conv2d):
             yield child
@@ -96,39 +96,39 @@ def _layers(parent: nn.Module) -> Iterator[nn.Module]:
 
 
 def size(module: nn.Module) -> int:
-    """How many numbers the parameters of a module have, on all processes together."""
+    """Return the number of weights in a module, including those of other processes."""
     return sum(weight.numel() for weight in module.parameters())
 
 
 def describe(model: nn.Module, reshard: str) -> str:
-    """A line for the log: which blocks are sharded separately, over how many processes, and how
-    many weights this process keeps."""
+    """Return a line for the log: the blocks that are sharded separately, the number of processes,
+    and how many weights this process keeps."""
     sharded = [module for module in model.modules() if is_sharded(module) and module is not model]
     kinds = Counter(type(unit).__name__.removeprefix("FSDP") for unit in sharded)
     names = ", ".join(f"{number} x {kind}" for kind, number in kinds.items()) or "no block"
     shape = " x ".join(map(str, next(model.parameters()).device_mesh.shape))
     mine = sum(local(weight).numel() for weight in model.parameters())
     return (
-        f"--reshard {reshard}, {shape} processes: {names} each by itself, the rest together; rank "
-        f"0 keeps {mine / 1e6:.3g} of {size(model) / 1e6:.4g} M weights"
+        f"--reshard {reshard}, {shape} processes: {names} sharded separately, the rest together; "
+        f"rank 0 keeps {mine / 1e6:.3g} of {size(model) / 1e6:.4g} M weights"
     )
 
 
 def sent_bytes(trained: list[Tensor], args: Any, world: World, dtype: torch.dtype) -> float:
-    """Bytes that a process sends per step: weights as they compute, gradients in float32."""
+    """Return the bytes sent per step by a process: weights in ``dtype``, gradients in float32."""
     among = world.local_size if args.reshard == "node" else world.size
     gathers = 1 if args.reshard == "none" else 2
     values = sum(weights.numel() for weights in trained)
     sent = (gathers * dtype.itemsize + 4) * values * (among - 1) / among
-    groups = world.size // among  # which hold the same part, and sum its gradients
+    groups = world.size // among  # processes that hold the same shard all-reduce its gradients
     return sent + 2 * (groups - 1) / groups * 4 * values / among
 
 
 def let_fused_sgd_take_shards() -> bool:
-    """Let the fused kernel of SGD work on shards (DTensors), which torch does only for Adam.
+    """Let SGD's fused kernel work on shards (DTensors). torch supports this only for Adam.
 
-    It computes element by element, so that shards can be updated separately. torch has no public
-    way to declare this. Without its private table, a loss scaler waits for the device in each step.
+    The kernel works element by element, so shards can be updated separately. torch has no public
+    way to declare this. Returns: False without its private table; loss scalers then sync each step.
     """
     from torch.distributed.tensor import DTensor
 

@@ -1,9 +1,9 @@
-"""GPUs that should be used and that torch cannot use are an error before the training.
+"""Stop before training if torch cannot use the GPUs of this machine.
 
-- Always on. Used by every script where there is a driver of NVIDIA's.
+- Always on. Used by every script on machines with an NVIDIA driver.
 - Interface: `check_gpus` and `unused`, which `utils.world` and `utils.run_directory` call through
   addons.py.
-- Without this file, a training with a torch that does not fit the driver uses the CPU.
+- Without this file, training silently uses the CPU if torch does not support the driver.
 """
 
 import re
@@ -19,7 +19,7 @@ from utils.provenance import DRIVER, is_cpu_chosen
 
 
 def check_gpus() -> None:
-    """Raise `UserError` if there are GPUs that should be used and that torch cannot use."""
+    """Raise `UserError` if torch cannot use the GPUs, unless the user has chosen the CPU."""
     if torch.cuda.is_available():
         kernels = torch.cuda.get_arch_list() if torch.version.cuda else []  # none: ROCm
         capabilities = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))
@@ -31,9 +31,9 @@ def check_gpus() -> None:
 
 
 def has_kernels(capability: tuple[int, int], built_for: list[str]) -> bool:
-    """Whether a torch built for (sm_80, compute_90, ...) computes on a GPU of ``capability``.
+    """Return whether a torch ``built_for`` sm_80, compute_90, ... runs on a GPU of ``capability``.
 
-    sm_XY runs on X.Y and later minor versions of X; compute_XY (PTX) on X.Y and all later ones.
+    sm_XY runs on X.Y and later minor versions of X; compute_XY (PTX) on X.Y and all later versions.
     """
     for name in built_for:
         kind, x, y = re.match(r"(sm|compute)_(\d+)(\d)", name).groups()
@@ -44,12 +44,12 @@ def has_kernels(capability: tuple[int, int], built_for: list[str]) -> bool:
 
 
 def unused() -> str:
-    """The GPUs that the environment hides, for a note; "" if there are none."""
+    """Describe the GPUs that the environment hides, for a note; "" if there are none."""
     return _ask_driver("gpus") if is_cpu_chosen() else ""
 
 
 def _ask_driver(question: str) -> str:
-    """What scripts/choose_torch.py answers ("gpus", "explain"); "" without a driver of NVIDIA's."""
+    """Run scripts/choose_torch.py with ``question`` ("gpus" or "explain"); "" without a driver."""
     if not (shutil.which("nvidia-smi") or DRIVER.exists()):
         return ""
     command = [sys.executable, Path(__file__).parents[2] / "scripts/choose_torch.py", question]

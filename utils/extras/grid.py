@@ -1,8 +1,8 @@
-"""Images of a batch in a grid, each with its classes: scripts/show_images.py draws it, and each
-training adds that of its first batch to its event file. Always on.
+"""Draw the images of a batch in a grid with their classes. Always on: training adds its first
+batch to the event file. scripts/show_images.py draws more.
 
-Interface: `draw_first_batch` replaces `utils.loaders.Batches.mix` for one batch, and calls
-`utils.tensorboard.EventFile.add` and the functions in `Run.pictures`. Without this file
+Interface: `draw_first_batch` replaces `utils.loaders.Batches.mix` for one batch, and passes the
+grid to `utils.tensorboard.EventFile.add` and to the functions in `Run.pictures`. Without this file,
 TensorBoard shows no images.
 """
 
@@ -21,10 +21,10 @@ from utils.errors import printable
 from utils.loaders import Batches
 from utils.session import Session
 
-MOST = 32  # images in a grid
-MOST_PIXELS = 4_000_000  # in all images of a grid: drawing takes about 0.1 s
-LEAST = 96  # pixels of a tile's width: captions need it, so smaller images are magnified
-GAP, LINE = 8, 15  # pixels between tiles; of a line of text
+MOST = 32  # maximum number of images in a grid
+MOST_PIXELS = 4_000_000  # maximum for all images of a grid; drawing them takes about 0.1 s
+LEAST = 96  # minimum width of a tile in pixels; smaller images are magnified to fit a caption
+GAP, LINE = 8, 15  # pixels: the gap between tiles, the height of a line of text
 PAPER, INK = "#ffffff", "#1a1c1e"
 TAG = "Images/train"
 
@@ -37,7 +37,7 @@ def pixels(images: Tensor, batches: Batches) -> np.ndarray:
 
 
 def captions(targets: Tensor, classes: Sequence[str]) -> list[str]:
-    """The class of each image; of mixed ones (targets float [n, classes]) a line for each share."""
+    """Return each image's class; of mixed images (targets float [n, classes]), a line per class."""
     if not targets.is_floating_point():
         return [classes[target] if target >= 0 else "unreadable" for target in targets.tolist()]
     shares, largest = (x.tolist() for x in targets.cpu().topk(min(2, len(classes)), dim=1))
@@ -48,15 +48,15 @@ def captions(targets: Tensor, classes: Sequence[str]) -> list[str]:
 
 
 def magnified(side: int, width: int) -> int:
-    """The drawn length, in pixels, of a ``side`` of a tile that is ``width`` pixels wide."""
+    """Return the drawn length in pixels of a ``side`` of a tile that is ``width`` pixels wide."""
     return side * -(-LEAST // width)
 
 
 def sheet(tiles: Sequence[np.ndarray], texts: Sequence[str], columns: int) -> Image.Image:
-    """Draw ``tiles`` (uint8 [h, w, 3]) in rows of ``columns``, each above its text.
+    """Draw ``tiles`` (uint8 [h, w, 3]) in rows of ``columns`` tiles, with a text below each.
 
-    Tiles narrower than `LEAST` are magnified by a whole number. Text is cut at the width of the
-    widest tile.
+    Tiles narrower than `LEAST` are magnified by a whole number. Texts wider than the widest tile
+    are truncated.
     """
     sizes = [[magnified(side, tile.shape[1]) for side in tile.shape[1::-1]] for tile in tiles]
     wide, high = (max(sides) for sides in zip(*sizes, strict=True))
@@ -78,7 +78,7 @@ def sheet(tiles: Sequence[np.ndarray], texts: Sequence[str], columns: int) -> Im
 
 
 def of_batch(batches: Batches, images: Tensor, targets: Tensor, most: int = MOST) -> Image.Image:
-    """The grid of a batch's first images: normalised [n, 3, size, size]; targets as in training."""
+    """Draw a batch's first images. They are normalised, [n, 3, size, size], and may be mixed."""
     count = max(1, min(len(images), most))
     tiles = pixels(images[:count], batches)
     columns = min(count, round((2 * count) ** 0.5))
@@ -86,14 +86,14 @@ def of_batch(batches: Batches, images: Tensor, targets: Tensor, most: int = MOST
 
 
 def draw_first_batch(session: Session) -> None:
-    """Have the next training batch drawn in the event file, and by ``session.run.pictures``."""
+    """Make the next training batch appear in the event file and in ``session.run.pictures``."""
     batches, mix, run = session.train, session.train.mix, session.run
 
     def draw(images: Tensor, targets: Tensor, place: Any) -> tuple[Tensor, Tensor, Tensor]:
         batches.mix = mix
         mixed = mix(images, targets, place) if mix else (images, targets, targets)
         epoch, step, _ = place
-        # After the position where the run begins: one that begins there again replaces the image.
+        # One position after the run's start, so that a rerun from there replaces the image.
         x = round(1000 * (epoch + step / batches.sampler.steps_per_epoch)) + 1
         image = of_batch(batches, *mixed[:2], min(MOST, MOST_PIXELS // images[0, 0].numel()))
         buffer = io.BytesIO()

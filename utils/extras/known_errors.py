@@ -1,7 +1,7 @@
-"""One error line in place of a traceback for missing packages, memory, files and workers.
+"""Print one error line, not a traceback, if packages, memory, disk space or workers are missing.
 
 - Always on. Used by every script.
-- Interface, through addons.py: `explain`, which `utils.launch` asks about an exception that would
+- Interface, through addons.py: `explain`, which `utils.launch` calls with an exception that would
   end the process.
 - Without this file, such a process ends with Python's traceback.
 """
@@ -16,18 +16,18 @@ from pathlib import Path
 from utils import errors
 from utils.errors import UserError
 
-# The packages of requirements.txt, by the name under which they are imported.
+# The packages in requirements.txt, by import name.
 REQUIRED = {name: name for name in ("torch", "torchvision", "tensorboard", "numpy", "tqdm")}
 REQUIRED |= {"matplotlib": "matplotlib", "PIL": "pillow", "google": "protobuf"}
 
 
 def explain(error: BaseException) -> UserError | None:
-    """What the user can do about ``error``; None: it is no error of the user's."""
+    """Return an error that says what the user can do; None for errors that the user cannot fix."""
     text = " ".join(str(error).split())
     name = error.name if isinstance(error, ModuleNotFoundError) else None
     if name in REQUIRED:
         environment = Path(__file__).resolve().parents[2] / ".venv"
-        how = "`bash scripts/quickstart.sh` makes an environment with all that is needed"
+        how = "`bash scripts/quickstart.sh` makes an environment with all packages"
         if environment.exists():
             how = f"`source {environment}/bin/activate` first"
         text = f"{REQUIRED[name]} is not installed for {sys.executable}: {how}, or "
@@ -65,7 +65,7 @@ def explain(error: BaseException) -> UserError | None:
 
 
 def _error_of_shm() -> UserError | None:
-    """The error for a full /dev/shm, which data loading workers need; None: it is not full."""
+    """Return the error for a full /dev/shm, which data loading workers need; None if not full."""
     with contextlib.suppress(OSError):
         disk = os.statvfs("/dev/shm")
         if (free := disk.f_bavail * disk.f_frsize) < 2**20:

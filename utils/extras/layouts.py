@@ -1,7 +1,7 @@
-"""Folders of ImageNet in layouts that training does not read: scripts/prepare_data.py does.
+"""Recognise ImageNet layouts that training cannot read but scripts/prepare_data.py can convert.
 
-No option: used where DATA/train or DATA/val has no class folders. Interface: `advice`, which
-completes that error message. Without this file, the message does not name the command.
+No option: used if DATA/train or DATA/val has no class folders. Interface: `advice` completes that
+error message. Without this file, the message does not name the command.
 """
 
 import os
@@ -17,16 +17,16 @@ KAGGLE = "ILSVRC/Data/CLS-LOC"
 
 
 class Layout(NamedTuple):
-    """Where the images of a data set are."""
+    """The folders in which the images of a data set are."""
 
     name: str
-    folders: dict[str, list[Path]]  # of each split: the folders that hold its class folders
-    flat: Path | None = None  # validation images without class folders
-    labels: Path | None = None  # the folder of the file with their classes
+    folders: dict[str, list[Path]]  # by split: the folders that contain its class folders
+    flat: Path | None = None  # the folder of validation images without class folders
+    labels: Path | None = None  # the folder with the devkit or table that has their classes
 
 
 def find(data: Path) -> Layout | None:
-    """The layout of the folder ``data``; None if it is no known one, or the usual one."""
+    """Return the layout of the folder ``data``; None if unknown, or if training can read it."""
     parts = {split: sorted(data.glob(f"{split}.X*")) for split in ("train", "val")}
     if parts["train"]:
         return Layout("Kaggle's imagenet100 (train.X1, ...)", parts)
@@ -41,7 +41,7 @@ def find(data: Path) -> Layout | None:
 
 
 def _is_flat(folder: Path) -> bool:
-    """Whether ``folder`` holds images and no folders. Hidden files are ignored."""
+    """Return whether ``folder`` contains images and no folders. Hidden files are ignored."""
     try:
         with os.scandir(folder) as entries:
             seen = [entry for entry in entries if entry.name[0] != "."]
@@ -52,13 +52,13 @@ def _is_flat(folder: Path) -> bool:
 
 
 def _label_folder(data: Path, base: Path) -> Path | None:
-    """The folder that holds the devkit or Kaggle's table: ``data``, its val/, or one above."""
+    """Return the folder with the devkit or Kaggle's table: ``data``, val/ or a folder above it."""
     above = (base / "val", base, *base.resolve().parents[:3])
     return next((one for one in (data, *above) if addons.validation_label_files(one)), None)
 
 
 def advice(data: Path) -> str | None:
-    """What to do about a folder in a known layout: one clause with a command to type."""
+    """Return a clause with the command that converts a folder in a known layout; else None."""
     layout = find(data)
     is_parquet = any(data.glob("*.parquet")) or any(data.glob("data/*.parquet"))
     if not (layout or is_parquet):
@@ -72,6 +72,6 @@ def advice(data: Path) -> str | None:
     line, first = shlex.join(["python", str(script), *words]), ""
     if layout and layout.flat and not layout.labels:
         names = "LOC_val_solution.csv or ILSVRC2012_devkit_t12.tar.gz"
-        first = f"put {names}, which say the class of each image, into {data}, then "
+        first = f"put {names} (the class of each image) into {data}, then "
     name = layout.name if layout else "Hugging Face's parquet files"
-    return f"{data} holds {name}: {first}run `{line}`, and train on {out}"
+    return f"{data} contains {name}: {first}run `{line}`, and train on {out}"

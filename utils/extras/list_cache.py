@@ -1,14 +1,14 @@
-"""The list of the images in a folder, kept in that folder as .index.npz.
+"""Cache the list of images in a folder, as .index.npz in that folder.
 
-No option: every script, imagenet_nd.py for one, uses it for a folder of files, and for tar files.
+No option: all scripts (such as imagenet_nd.py) use it for image folders and for tar files.
 Interface: `read`, `is_fresh` and `write`, which `utils.folder.listings` calls. Without this file,
-each process lists the folder at its start.
+each process lists the folder when it starts.
 
 Listing 1.28 million files takes seconds on a warm local disk and minutes on a cold network disk.
-The list is kept class by class, with the modification times of its folders: adding, removing or
+Each class has a list of its own, with the modification times of its folders: adding, removing or
 renaming a file changes one of them, and the class is listed again.
 
-Where the folder cannot be written, the list is kept in the user's cache folder
+If the folder is not writable, the list is kept in the user's cache folder
 ($XDG_CACHE_HOME/imagenet-training, or ~/.cache/imagenet-training).
 """
 
@@ -28,7 +28,7 @@ CACHE = ".index.npz"
 
 
 def _places(root: Path) -> list[Path]:
-    """The files that may have the list of ``root``: beside the images, in the user's cache."""
+    """Return the files in which the list of ``root`` may be: beside the images, in the cache."""
     here = root / CACHE if root.is_dir() else root.with_name(f".{root.name}{CACHE}")
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     name = hashlib.sha256(os.fsencode(os.path.abspath(root))).hexdigest()[:16]
@@ -36,7 +36,7 @@ def _places(root: Path) -> list[Path]:
 
 
 def is_fresh(root: Path, listing: Listing) -> bool:
-    """Whether the folders of ``listing`` are as they were when it was made."""
+    """Return whether the folders of ``listing`` are unchanged since it was made."""
     try:
         return all(
             changed and os.stat(root / folder).st_mtime_ns == changed
@@ -47,10 +47,10 @@ def is_fresh(root: Path, listing: Listing) -> bool:
 
 
 def read(root: Path) -> dict[str, Listing]:
-    """The kept listings by class; none if there are none, or none that can be read."""
+    """Return the saved listings by class; empty if there are none, or if they are damaged."""
     known = {}
-    for place in _places(root):  # the user's, if there is one, is the newer one: see `write`
-        with suppress(Exception), np.load(place) as file:  # damage is reported in many ways
+    for place in _places(root):  # a list in the user's cache is newer: see `write`
+        with suppress(Exception), np.load(place) as file:  # damage causes many types of error
             paths = io.BytesIO(file["paths"].tobytes())
             for name, (size, seen) in json.loads(file["classes"].tobytes()).items():
                 known[name] = Listing(paths.read(size), seen)
@@ -58,23 +58,23 @@ def read(root: Path) -> dict[str, Listing]:
 
 
 def write(root: Path, known: dict[str, Listing], shows: bool) -> None:
-    """Write the listings ``known`` (by class). ``shows``: print a note if that is impossible."""
+    """Save the listings ``known`` (by class). ``shows``: print a note if that fails."""
     classes = {name: (len(one.paths), one.folders) for name, one in known.items()}
     content = {
         "classes": np.frombuffer(json.dumps(classes).encode(), np.uint8),
         "paths": np.frombuffer(b"".join(one.paths for one in known.values()), np.uint8),
     }
-    here, of_user = _places(root)
+    here, in_cache = _places(root)
     reasons = []
-    for place in (here, of_user):
+    for place in (here, in_cache):
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
             save_atomically(lambda file: np.savez(file, **content), place)
             if place is here:
-                of_user.unlink(missing_ok=True)
+                in_cache.unlink(missing_ok=True)
             return
         except OSError as error:
             reasons.append(error.strerror)
     if shows:
-        text = f"note: cannot keep the list of files in {root} ({reasons[0]}) or {of_user.parent}"
+        text = f"note: cannot save the list of files in {root} ({reasons[0]}) or {in_cache.parent}"
         print(f"{text}: each run lists the folder again", flush=True)

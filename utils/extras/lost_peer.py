@@ -1,8 +1,8 @@
-"""Which process was lost, and why, when a collective of torch.distributed fails.
+"""When a collective fails, name the process that was lost and the likely reason.
 
-- Always on. Used by jobs of several processes, once the communication has failed.
+- Always on. Used by jobs with several processes after communication has failed.
 - Interface: `explain`, which `utils.world.process_group` calls through addons.py.
-- Without this file, the error names the process that noticed the loss, and quotes torch. The
+- Without this file, the error names only the process that noticed the loss, and quotes torch. The
   exit code (69) is the same.
 """
 
@@ -21,15 +21,15 @@ CAUSES = {
 def explain(
     error: Exception, rank: int, processes: list[tuple[str, str | None]], seconds: float
 ) -> str:
-    """The message for the ``error`` of a collective in ``rank``.
+    """Return an error message for the ``error`` that a collective raised in ``rank``.
 
-    ``processes``: for each rank, its node's name and the address at which others reach it (empty:
-    not known yet). ``seconds``: ``--dist-timeout``.
+    ``processes``: for each rank, its node's name and the address at which others reach it (empty if
+    not known yet). ``seconds``: the value of ``--dist-timeout``.
     """
-    text = re.sub(r"^\[\S+:\d+\] ", "", " ".join(str(error).split()))  # gloo: a line of its source
+    text = re.sub(r"^\[\S+:\d+\] ", "", " ".join(str(error).split()))  # gloo's file and line
     why = next(why for words, why in CAUSES.items() if re.search(words, text.lower()))
     others = [other for other in range(len(processes)) if other != rank]
-    # gloo names the address.
+    # gloo's messages contain the address of the lost process.
     likely = [other for other in others if f"[{processes[other][1]}]:" in text] or others
     nodes = ", ".join(dict.fromkeys(processes[other][0] for other in likely))
     if not likely or len(likely) > 8:

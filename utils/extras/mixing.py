@@ -2,14 +2,14 @@
 
 Interface: `build` returns a function for `utils.loaders.Batches.mix`, called with each micro-batch;
 `repeated` serves as `utils.samplers.TrainSampler.reorder`, called with each epoch's order. Without
-this file, each image occurs once in an epoch, unmixed.
+this file, each image occurs once per epoch and is not mixed.
 
-Mixup (Zhang et al. 2018, arXiv:1710.09412) takes a weighted mean of two images, CutMix (Yun et al.
-2019, arXiv:1905.04899) pastes a box of one into the other; with both options each pair gets one of
-them, with probability 0.5. As in timm's mode "pair", each pair has its own share, drawn from
-Beta(A, A). Images 2k and 2k+1 of a global batch are a pair: the order is random anyway, and both
-are in one process's slice. The plan for a pair is a function of (seed, epoch, step, k): the same on
-any number of processes, with nothing to save for a resume.
+Mixup (Zhang et al. 2018, arXiv:1710.09412) takes a weighted mean of two images. CutMix (Yun et al.
+2019, arXiv:1905.04899) pastes a box of one into the other. With both options, each pair gets either
+with probability 0.5. As in timm's mode "pair", each pair draws its own mixing weight from
+Beta(A, A). Images 2k and 2k+1 of a global batch form a pair: the order is random anyway, and one
+process has both. (seed, epoch, step, k) determine how a pair is mixed, so the result is the same on
+any number of processes, and a resume needs no saved state.
 """
 
 from collections.abc import Callable
@@ -21,22 +21,22 @@ from torch import Tensor
 from utils.errors import UserError
 from utils.samplers import TrainSampler
 
-_STREAM = 0x6D6978  # keeps it independent of the order of samples, drawn from (seed, epoch)
+_STREAM = 0x6D6978  # makes mixing independent of the sample order, which uses (seed, epoch)
 
 
 Mix = Callable[[Tensor, Tensor, tuple[int, int, int]], tuple[Tensor, Tensor, Tensor]]
 
 
 def build(alphas: tuple[float, float], sampler: TrainSampler, classes: int) -> Mix:
-    """A function that mixes the batches of one rank, those of ``sampler``.
+    """Return a function that mixes the batches of one rank, whose sampler is ``sampler``.
 
-    ``alphas`` are the values of --mixup and --cutmix, 0 where the option is omitted.
+    ``alphas`` are the values of --mixup and --cutmix, 0 if the option is omitted.
 
-    Its arguments are a micro-batch, images float [n, 3, size, size] and targets int64 [n], and its
-    place (epoch, step, micro). It returns the images; targets float [n, classes], whose rows add up
-    to 1; and int64 [n], the target of each image's larger part. Nothing waits for the device. The
-    last of an odd number of images is not mixed. Raises: `UserError` if slices of ``sampler``
-    separate a pair.
+    The function takes a micro-batch, images float [n, 3, size, size] and targets int64 [n], and its
+    place (epoch, step, micro). It returns the images; targets float [n, classes], whose rows sum to
+    1; and the class with the larger share in each image, int64 [n]. It does not wait for the
+    device. The last of an odd number of images is not mixed. Raises: `UserError` if the slices of
+    ``sampler`` separate a pair.
     """
     parts = sampler.slices * sampler.accum
     if any((part * sampler.global_batch // parts) % 2 for part in range(parts)):
@@ -59,12 +59,12 @@ def build(alphas: tuple[float, float], sampler: TrainSampler, classes: int) -> M
 
 
 def repeated(order: np.ndarray, batch: int, views: int) -> np.ndarray:
-    """``order`` with ``views`` views of each image in its global batch of ``batch`` samples.
+    """Return ``order`` with ``views`` views of each image in a global batch of ``batch`` samples.
 
     Repeated augmentation (Hoffer et al. 2020, arXiv:1901.09335): a step has fewer images, and
-    several crops of each; the number of steps of an epoch stays, so one of them looks at 1/views of
-    the images. View v of image i is the index i + v x images: modulo the number of images it is i,
-    and it is augmented in a way of its own (see `utils.images.ImageBatches`).
+    several crops of each. An epoch keeps its number of steps, so it uses 1/views of the images.
+    View v of image i has the index i + v * images. Modulo the number of images this is i; each view
+    is augmented differently (see `utils.images.ImageBatches`).
     """
     images, steps = len(order), len(order) // batch
     own = -(-batch // views)  # images in a batch
@@ -76,12 +76,12 @@ def repeated(order: np.ndarray, batch: int, views: int) -> np.ndarray:
 def draw(
     key: tuple[int, int, int], pairs: int, size: int, alphas: tuple[float, float]
 ) -> np.ndarray:
-    """A plan for the ``pairs`` of a global batch: float32 [pairs, 6], or 2 without CutMix.
+    """Draw how to mix the ``pairs`` of a global batch: float32 [pairs, 6], or 2 without CutMix.
 
     ``key`` is (seed, epoch, step), ``size`` the side of the images in pixels, ``alphas`` those of
-    mixup and CutMix. Columns: the share of its partner in an image's target; the weight of the
-    partner in all of the image (mixup); top, bottom, left and right of the box that is the
-    partner's (CutMix; drawn as torchvision's transforms v2 do).
+    mixup and CutMix. Columns: the partner's share in an image's target; the partner's weight in
+    every pixel (mixup); top, bottom, left and right of the box copied from the partner (CutMix;
+    drawn like torchvision's v2 transform).
     """
     # RandomState: see `utils.samplers.epoch_order`.
     source = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([*key, _STREAM])))
@@ -110,10 +110,10 @@ def draw(
 def mix(
     images: Tensor, targets: Tensor, plan: np.ndarray, classes: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Mix images [n, 3, size, size] by a ``plan`` of n // 2 pairs (`draw`); see `build`."""
+    """Mix images [n, 3, size, size] with the ``plan`` for n // 2 pairs from `draw`; see `build`."""
     paired = 2 * len(plan)
     todo = torch.from_numpy(plan)
-    if images.is_cuda:  # else it would wait for the device
+    if images.is_cuda:  # copies from pageable memory would wait for the device
         todo = todo.pin_memory().to(images.device, non_blocking=True)
     pairs = images[:paired].unflatten(0, (-1, 2))
     weight = todo[:, 1, None, None]

@@ -1,13 +1,13 @@
-"""Muon: orthogonalised momentum for the matrices inside a model, AdamW for the rest.
+"""``--optimizer muon``: orthogonalised momentum for a model's inner matrices, AdamW for the rest.
+
+Interface: `Muon`, an optimiser, and `hidden_matrices`. Without this file, only the other optimisers
+can be used.
 
 K. Jordan 2024, kellerjordan.github.io/posts/muon, with the scale of Liu et al. 2025
-(arXiv:2502.16982), which makes AdamW's learning rate and decay fit. torch.optim.Muon takes only
-matrices: here a convolution is the matrix of its filters, [out, in x height x width]. Wide matrices
-are orthogonalised by their Gram matrices, in half the time: "Gram Newton-Schulz", with a restart
-(dao-lab.ai/blog/2026/gram-newton-schulz).
-
-Used with ``--optimizer muon``. Interface: `Muon`, an optimiser, and `hidden_matrices`. Without this
-file, the other optimisers remain.
+(arXiv:2502.16982), so that AdamW's learning rate and weight decay can be used. torch.optim.Muon
+supports only matrices; here a convolution counts as a matrix [out, in x height x width]. For wide
+matrices, "Gram Newton-Schulz" with a restart (dao-lab.ai/blog/2026/gram-newton-schulz) iterates on
+the Gram matrix, which takes half the time.
 """
 
 import math
@@ -20,11 +20,11 @@ from utils.amp import has_amx
 from utils.world import local, whole
 
 ITERATIONS, EPSILON = 5, 1e-7
-WIDE = 2  # columns : rows, from which on Gram matrices are faster
+WIDE = 2  # ratio of columns to rows above which Gram matrices are faster
 # Iterations per Gram matrix. It is recomputed before rounding errors, which act as negative
-# eigenvalues, have grown. In bfloat16, 3 and 2 end closest to the exact iteration.
+# eigenvalues, grow too large. In bfloat16, 3 and 2 came closest to the exact iteration.
 STAGES = (3, 2)
-A, B, C = 3.4445, -4.7750, 2.0315  # of the quintic polynomial: the steepest at zero
+A, B, C = 3.4445, -4.7750, 2.0315  # Jordan's quintic polynomial, with a steep slope at zero
 
 
 class Muon(torch.optim.Optimizer):
@@ -38,14 +38,14 @@ class Muon(torch.optim.Optimizer):
         betas: tuple[float, ...],
         fused: bool = False,
     ):
-        """``groups`` have their own weight decay. ``fused``: let a loss scaler skip steps on the
-        device, as AdamW's fused kernel does."""
+        """``groups``: each has its own weight decay. ``fused``: let a loss scaler skip steps on the
+        device, as with AdamW's fused kernel."""
         rest = [group for group in groups if not group.get("muon")]
         self.adamw = torch.optim.AdamW(rest, lr, betas=betas, fused=fused)
         groups = [group for group in groups if group.get("muon")] + self.adamw.param_groups
         super().__init__(groups, {"lr": lr})
         self.momentum = momentum
-        self._step_supports_amp_scaling = fused  # asks scalers for grad_scale and found_inf
+        self._step_supports_amp_scaling = fused  # loss scalers then set grad_scale and found_inf
         on_gpu = groups[0]["params"][0].is_cuda
         fast = torch.cuda.is_bf16_supported(including_emulation=False) if on_gpu else has_amx()
         self.dtype = torch.bfloat16 if fast else torch.float32  # of the orthogonalisation
@@ -53,7 +53,7 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         """Update all weights that have gradients. ``closure`` is not supported."""
-        # Loading a state replaces both.
+        # load_state_dict replaces the groups and the state, so AdamW gets them again in each step.
         self.adamw.param_groups = [g for g in self.param_groups if not g.get("muon")]
         self.adamw.state = self.state
         found_inf = getattr(self, "found_inf", None)
@@ -66,7 +66,7 @@ class Muon(torch.optim.Optimizer):
                     self._update(weight, group["lr"], group["weight_decay"], skip)
 
     def _update(self, weight: nn.Parameter, lr: float, decay: float, skip: Tensor | None) -> None:
-        """``skip``: a bool on the device that leaves weight and momentum as they are."""
+        """Update one weight. ``skip``: a bool on the device; if true, nothing changes."""
         state = self.state[weight]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(weight)
@@ -75,12 +75,12 @@ class Muon(torch.optim.Optimizer):
             gradient.div_(self.adamw.grad_scale)
         if skip is not None:
             before = own.clone()
-            gradient.copy_(torch.where(skip, local(mean), gradient))  # lerp_ of equals is exact
+            gradient.copy_(torch.where(skip, local(mean), gradient))  # so lerp_ keeps the mean
         mean.lerp_(weight.grad, 1 - self.momentum)
         update = weight.grad.lerp(mean, self.momentum)  # Nesterov's
         rows, columns = len(weight), weight.numel() // len(weight)
         weight.mul_(1 - lr * decay)
-        scale = 0.2 * math.sqrt(max(rows, columns))  # AdamW's updates have a mean square of 0.2^2
+        scale = 0.2 * math.sqrt(max(rows, columns))  # AdamW's updates have an RMS of 0.2
         change = orthogonal(whole(update).reshape(rows, columns), self.dtype).reshape(weight.shape)
         if hasattr(update, "placements"):
             from torch.distributed.tensor import distribute_tensor  # half a second to import
@@ -93,8 +93,8 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """About U V^T of the singular value decomposition U S V^T of a matrix, by Newton-Schulz
-    iteration in ``dtype``; singular values end between 0.5 and 1.5."""
+    """Approximate U V^T, where U S V^T is the singular value decomposition of ``matrix``, with
+    Newton-Schulz iterations in ``dtype``. The result's singular values are from 0.5 to 1.5."""
     x = matrix.to(dtype, copy=True)
     if len(x) > x.shape[1]:
         x = x.T
@@ -110,7 +110,7 @@ def orthogonal(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _factor(gram: Tensor, iterations: int) -> Tensor:
-    """The matrix by which some iterations multiply another from the left, given its Gram matrix."""
+    """Return the left factor that applies ``iterations`` to a matrix with Gram matrix ``gram``."""
     factor = None
     for left in reversed(range(iterations)):
         step = torch.addmm(gram, gram, gram, beta=B, alpha=C)
@@ -122,10 +122,10 @@ def _factor(gram: Tensor, iterations: int) -> Tensor:
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """The trained weights for Muon: of linear layers, attention and convolutions.
+    """Return the weights that Muon trains: those of linear layers, attention and convolutions.
 
-    As by Muon's author, not of the first layer, which sees pixels, nor the last, whose rows are
-    classes; nor of grouped convolutions, whose filters see different channels.
+    As Muon's author recommends, the first layer (pixels) and the last (classes) are left out. So
+    are grouped convolutions, whose filters see different channels.
     """
     layers = (nn.Linear, nn.Conv2d, nn.MultiheadAttention)
     inside = [module for module in model.modules() if isinstance(module, layers)][1:-1]

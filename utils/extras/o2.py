@@ -1,15 +1,15 @@
-"""Apex's amp in plain PyTorch: the opt levels O0 to O3 with the numerics of NVIDIA Apex 25.04.
+"""Apex's amp in plain PyTorch: opt levels O0 to O3 with the numerics of NVIDIA Apex 25.04.
 
     O0  float32
-    O1  float32 weights, autocast decides per operation, dynamic loss scale
+    O1  float32 weights, autocast chooses the dtype per operation, dynamic loss scale
     O2  float16 weights except batch norm, float32 master weights, dynamic loss scale
     O3  float16 throughout, no master weights, loss scale 1
 
-Apex removed amp in 2025 (its documentation: https://nvidia.github.io/apex/amp.html). `Amp` and
-`DistributedDataParallel` have the calls and arguments of ``apex.amp`` and ``apex.parallel`` that
-training scripts use; on the same gradients they compute the same weights, bit for bit
-(tests/test_o2.py, and tests/test_real_apex.py against the original). Used by imagenet_ddp_apex.py
-alone, which does not start without this file.
+Apex removed amp in 2025 (documentation: https://nvidia.github.io/apex/amp.html). Interface: `Amp`
+and `DistributedDataParallel` replace the parts of ``apex.amp`` and ``apex.parallel`` that training
+scripts call. From the same gradients they compute bit-identical weights (tests/test_o2.py;
+tests/test_real_apex.py compares with the original). Used only by imagenet_ddp_apex.py, which does
+not start without this file.
 """
 
 import argparse
@@ -34,16 +34,16 @@ from utils.world import World
 log = logging.getLogger(__name__)
 
 SMALLEST = 2.0**-14  # at this scale, only gradients above 10**9 overflow float16
-ENDLESS = 40  # skipped steps in a row
+ENDLESS = 40  # consecutive skipped steps after which training stops
 ENDLESSLY = "gradients overflow without end (the loss scale is {:.3g})"
 
 
 class LossScaler:
-    """Apex's loss scale: 2**16 at first, halved on overflow, doubled after 2000 clean steps.
+    """Apex's loss scale: starts at 2**16, halves on overflow, doubles after 2000 clean steps.
 
     Scale, counters and overflow flag stay on ``device``, so that no step waits for it. ``fixed``:
     a constant scale. ``reports``: log each skipped step as soon as the host sees its flag.
-    ``failure`` is an error message once steps are skipped without end, else None.
+    ``failure`` is None, or an error message if overflows do not end.
     """
 
     FIRST, LARGEST, GROWTH_INTERVAL = 2.0**16, 2.0**24, 2000
@@ -59,9 +59,9 @@ class LossScaler:
         self.pending: deque[tuple[Tensor, Any]] = deque()
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the optimiser's gradients by the scale, and move a dynamic scale.
+        """Divide the optimiser's gradients by the scale, then adjust a dynamic scale.
 
-        If a gradient is not finite, the optimiser's next step does nothing.
+        If a gradient is not finite, the optimiser's next step has no effect.
         """
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         weights = [weight for weight in weights if weight.grad is not None]
@@ -72,7 +72,7 @@ class LossScaler:
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, self.overflow, inverse)
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             optimizer.found_inf = self.overflow  # a fused optimiser reads it on the device
-        elif bool(self.overflow):  # any other one costs a host-device sync
+        elif bool(self.overflow):  # other optimisers need a host-device sync
             for weight in weights:
                 weight.grad = None
         self.skipped += self.overflow
@@ -84,7 +84,7 @@ class LossScaler:
         self._watch()
 
     def _watch(self) -> None:
-        """Copy flag and scale to the host, and read those of earlier steps that have arrived."""
+        """Start copying flag and scale to the host, and read copies that have arrived."""
         seen, event = torch.stack((self.overflow, self.value)).to("cpu", non_blocking=True), None
         if self.value.is_cuda:
             event = torch.cuda.Event()
@@ -104,12 +104,12 @@ class LossScaler:
                 log.info(f"Gradient overflow.  Skipping step, loss scaler 0 {change}")
 
     def state_dict(self) -> dict[str, float]:
-        """Scale, clean steps in a row, and skipped steps. Waits for the device."""
+        """Return scale, consecutive clean steps and skipped steps. Waits for the device."""
         scale, clean = self.value.item(), self.clean_steps.item()
         return {"scale": scale, "clean_steps": clean, "skipped": int(self.skipped.item())}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore a `state_dict`; a fixed scale stays as it is."""
+        """Restore a `state_dict`. A fixed scale does not change."""
         self.skipped.fill_(state["skipped"])
         if self.dynamic:
             self.value.fill_(state["scale"])
@@ -121,7 +121,7 @@ class LossScaler:
 
 @dataclass(frozen=True)
 class OptLevel:
-    """An opt level; ``loss_scale`` is a number or "dynamic"."""
+    """The properties of an opt level. ``loss_scale`` is a number or "dynamic"."""
 
     half_weights: bool = False
     keep_batchnorm_fp32: bool = True
@@ -148,9 +148,9 @@ def choose(
     keep_batchnorm_fp32: bool | str | None = None,
     loss_scale: float | str | None = None,
 ) -> OptLevel:
-    """An opt level with Apex's overrides; None keeps the level's own value.
+    """Return an opt level with overrides as in Apex; None keeps the level's own value.
 
-    ``keep_batchnorm_fp32`` may be the text True or False. Raises: `UserError`.
+    ``keep_batchnorm_fp32`` may also be the string "True" or "False". Raises: `UserError`.
     """
     level = LEVELS[opt_level]
     if keep_batchnorm_fp32 is not None:
@@ -161,15 +161,15 @@ def choose(
 
 
 def from_args(args: argparse.Namespace) -> OptLevel:
-    """The opt level that the command line asks for. Raises: `UserError`."""
+    """Return the opt level requested on the command line. Raises: `UserError`."""
     return choose(args.opt_level, args.keep_batchnorm_fp32, args.loss_scale)
 
 
 class Amp:
-    """In place of the module ``apex.amp``, for one model and one optimiser.
+    """A replacement for the module ``apex.amp``, for one model and one optimiser.
 
-    `initialize` sets ``scaler`` (the loss scale) and ``weights`` (the model in float32), which
-    snapshots save.
+    `initialize` sets ``scaler`` (the loss scale) and ``weights`` (the model in float32); snapshots
+    contain both.
     """
 
     def __init__(self, world: World):
@@ -178,10 +178,10 @@ class Amp:
     def initialize(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, opt_level: str, **overrides: Any
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Cast ``model`` and give ``optimizer`` (any number of groups) the masters, in place.
+        """Cast ``model`` and put the masters into ``optimizer`` (any number of groups), in place.
 
-        The model then takes and returns float32; ``optimizer.step()`` does nothing after an
-        overflow, and copies the masters into the model's weights. Overrides and errors: `choose`.
+        The model still takes and returns float32. ``optimizer.step()`` copies the masters into the
+        model's weights; after an overflow it does nothing. For overrides and errors see `choose`.
         """
         level = self.level = choose(opt_level, **overrides)
         fixed = None if level.loss_scale == "dynamic" else level.loss_scale
@@ -193,11 +193,11 @@ class Amp:
             model.forward = torch.autocast(self.world.device.type, torch.float16)(model.forward)
         model.register_forward_hook(lambda _, inputs, logits: logits.float())
         self.masters = _make_masters(optimizer) if level.master_weights else {}
-        # Momentum that exists already takes the dtype of its weights.
+        # Cast existing momentum to the dtype of its weights.
         optimizer.load_state_dict(optimizer.state_dict())
 
         def named_masters() -> dict[str, nn.Parameter]:
-            # A parameter that two modules share has both names in a state dict.
+            # In a state dict, a parameter shared by two modules has two names.
             named = model.named_parameters(remove_duplicate=False)
             return {name: self.masters[p] for name, p in named if p in self.masters}
 
@@ -210,10 +210,10 @@ class Amp:
     def scale_loss(
         self, loss: Tensor, optimizer: torch.optim.Optimizer, delay_unscale: bool = False
     ) -> Iterator[Tensor]:
-        """Give the scaled loss (float32 scalar); run its backward in this context.
+        """Yield the scaled loss (float32 scalar); call its backward within this context.
 
-        Then unscale the gradients into the masters, check for an overflow and adjust the scale,
-        unless more gradients will be added (``delay_unscale``). Nothing waits for the device.
+        Leaving the context unscales the gradients into the masters, checks for an overflow and
+        adjusts the scale; ``delay_unscale`` skips this. Nothing waits for the device.
         """
         if self.level.loss_scale == 1.0 and not self.masters:
             yield loss.float()
@@ -232,16 +232,16 @@ class Amp:
 
     @staticmethod
     def master_params(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-        """The parameters that the optimiser updates, in order: masters where there are any."""
+        """Return the parameters that the optimiser updates, in order: masters, if there are any."""
         return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 class DistributedDataParallel(parallel.DistributedDataParallel):
-    """torch's, with the arguments of ``apex.parallel.DistributedDataParallel``.
+    """torch's class, with the arguments of ``apex.parallel.DistributedDataParallel``.
 
-    Apex sums float16 gradients over the ranks, then divides; torch divides first, as a
-    ``gradient_predivide_factor`` equal to the world size asks for. ``allreduce_always_fp32`` sums
-    them in float32; ``delay_allreduce`` waits until backward has ended.
+    Apex sums float16 gradients over the ranks, then divides. torch divides first, which a
+    ``gradient_predivide_factor`` equal to the world size selects. ``allreduce_always_fp32`` sums in
+    float32. ``delay_allreduce`` starts the all-reduce after backward.
     """
 
     def __init__(
@@ -255,10 +255,10 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         super().__init__(
             module,
             device_ids=[device] if device.type == "cuda" else None,
-            # A bucket that holds all gradients of a type is full when backward ends.
+            # A bucket with all gradients of a dtype is ready only when backward ends.
             bucket_cap_mb=2**20 if delay_allreduce else None,
         )
-        self.broadcast_buffers = False  # as in Apex; evaluation copies rank 0's
+        self.broadcast_buffers = False  # as in Apex; evaluation copies rank 0's buffers
         if allreduce_always_fp32 or gradient_predivide_factor != dist.get_world_size():
             how = gradient_predivide_factor, allreduce_always_fp32
             self.register_comm_hook(how, _sum_and_divide)
@@ -266,7 +266,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
 @torch.no_grad()
 def _copy(to: list[Tensor], source: list[Tensor]) -> None:
-    if to:  # torch takes no empty lists
+    if to:  # torch rejects empty lists
         torch._foreach_copy_(to, source)
 
 
@@ -276,9 +276,9 @@ convert_syncbn_model = nn.SyncBatchNorm.convert_sync_batchnorm
 def _sum_and_divide(
     how: tuple[float, bool], bucket: dist.GradBucket
 ) -> torch.futures.Future[Tensor]:
-    """Divide by a factor, sum, and divide by the rest of the world size.
+    """Divide by the factor, sum over the ranks, then divide by world size / factor.
 
-    A tiny float16 gradient that is divided first can vanish: 6e-8 over two ranks does.
+    Dividing first can underflow: a float16 gradient of 6e-8 becomes 0 with two ranks.
     """
     (factor, in_float), gradients = how, bucket.buffer()
     parts = gradients.float() if in_float else gradients
@@ -290,16 +290,16 @@ def _sum_and_divide(
 class Weights:
     """A model whose float16 weights have float32 masters.
 
-    Its `state_dict` is the model in float32 under its plain names, with the masters in place of the
-    rounded weights: a snapshot loses nothing, and fits any other script.
+    Its `state_dict` is the model in float32 under its usual names. It contains the masters, not the
+    rounded weights, so that snapshots are exact and any other script can load them.
     """
 
     def __init__(self, model: nn.Module, named_masters: Callable[[], dict[str, nn.Parameter]]):
-        """``named_masters()``: the masters under the names of their weights."""
+        """``named_masters`` returns the masters under the names of their weights."""
         self.model, self.named_masters = model, named_masters
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The model's state dict in float32, taken from the masters where there are any."""
+        """Return the model's state dict in float32, with masters in place of their weights."""
         own, masters = self.model.state_dict(), self.named_masters()
         state = {name: masters.get(name, value).detach() for name, value in own.items()}
         return {n: x.float() if x.is_floating_point() else x for n, x in state.items()}
@@ -314,12 +314,12 @@ class Weights:
 
 @torch.no_grad()
 def _make_masters(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, nn.Parameter]:
-    """Replace each trained float16 parameter of ``optimizer`` by a float32 copy of it."""
+    """Replace each trained float16 parameter in ``optimizer`` with a float32 copy."""
     masters = {}
     for group in optimizer.param_groups:
         for i, weight in enumerate(group["params"]):
             if weight.dtype == torch.float16 and weight.requires_grad:
-                # From the rounded weight, as Apex does.
+                # Copy the rounded weight, as Apex does.
                 master = masters[weight] = nn.Parameter(weight.detach().float())
                 group["params"][i] = master
                 if weight in optimizer.state:

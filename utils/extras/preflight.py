@@ -1,15 +1,15 @@
 """The pre-flight check: the nodes of a job meet before training and compare their set-up.
 
-- Used by several nodes that are started by hand or by the wrappers (``--world-size``, WORLD_SIZE),
+- Used with ``--world-size`` or WORLD_SIZE, if several nodes are started by hand or by the wrappers,
   and by scripts/elastic_train.sh, doctor.py and train_on_nodes.sh.
 - Interface, through addons.py: `meet`, `find_master`, `compare_processes` and `compare_data`. The
   wrappers call `main`.
-- Without this file, torch waits for missing nodes, silently, and ends with a stack trace of C++.
-  Nodes with different code, options or images train nevertheless, wrongly. GLOO_SOCKET_IFNAME and
-  NCCL_SOCKET_IFNAME must name the interface by hand. The scripts named above do not start.
+- Without this file, torch waits silently for missing nodes and ends with a C++ stack trace. Nodes
+  with different code, options or images train, with wrong results. The user must set
+  GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME. The scripts named above do not start.
 
-Each node connects to the master port of node 0, sends its facts, and then does what node 0 asks:
-print a line, connect to the ports of the others, end. Messages are JSON objects, one a line.
+Each node connects to the master port of node 0 and sends its facts. Then it does what node 0 asks:
+print a line, connect to the ports of the others, end. Messages are JSON objects, one per line.
 """
 
 import argparse
@@ -34,13 +34,13 @@ from utils import errors, launch
 from utils.errors import UserError, printable
 from utils.option_types import count, positive, seconds
 
-PATIENCE = 10.0  # seconds for an answer
-LOST = 90.0  # seconds without a message from node 0, which sends one every 15 s while it waits
-SILENT = 12.0  # seconds without an answer from a master that is known to be up
-PORTS = 2  # tried on each node: a firewall may have one of them open by chance
-TRIES, TRY_SECONDS = 32, 2.0  # connections that a node tries at once, and for how long
-LONGEST = 2**20  # bytes of a message
-SIZES = 1000  # files
+PATIENCE = 10.0  # seconds to wait for an answer
+LOST = 90.0  # seconds to wait for a message from node 0, which sends one every 15 s while it waits
+SILENT = 12.0  # seconds to wait for a master that is known to be running
+PORTS = 2  # ports to try on each node: one alone may be open in the firewall by chance
+TRIES, TRY_SECONDS = 32, 2.0  # parallel connection attempts of a node, and their timeout
+LONGEST = 2**20  # maximum size of a message, bytes
+SIZES = 1000  # files whose sizes are compared
 PROCESSES = "number of processes per node"
 NODES = "number of nodes (--world-size, WORLD_SIZE or NODES)"
 SAME_PORT = "port (--dist-url or MASTER_PORT)"
@@ -50,11 +50,11 @@ Facts = dict[str, Any]
 
 
 def meet(rank: int, nodes: int, processes: int, master: tuple[str, int], wait: float) -> None:
-    """Return when all ``nodes`` are here and agree; this is node ``rank``, with ``processes``.
+    """Return when all ``nodes`` have joined and agree. This is node ``rank``, with ``processes``.
 
-    ``master`` is node 0's host and port. Raises: `UserError`, on every node, when a node does not
-    come within ``wait`` seconds, ranks or numbers contradict each other, nodes differ in code or
-    torch, or ports between them are closed.
+    ``master`` is node 0's host and port. Raises: `UserError` on every node if a node does not join
+    within ``wait`` seconds, if ranks or counts contradict each other, if nodes differ in code or
+    torch version, or if ports between them are closed.
     """
     host, is_here = socket.gethostname(), is_own(master[0])
     agree = {PROCESSES: processes, "this code": code()}
@@ -63,7 +63,7 @@ def meet(rank: int, nodes: int, processes: int, master: tuple[str, int], wait: f
     me["agree"] = agree
     instead = None
     with contextlib.ExitStack() as stack:
-        doors = [stack.enter_context(_listen(0)) for _ in range(PORTS)]  # the kernel accepts
+        doors = [stack.enter_context(_listen(0)) for _ in range(PORTS)]  # the kernel answers
         me["ports"] = [door.getsockname()[1] for door in doors]
         if rank and is_here:
             say(f"note: {master[0]} is this machine: does node 0 run here, too?")
@@ -73,7 +73,7 @@ def meet(rank: int, nodes: int, processes: int, master: tuple[str, int], wait: f
         elif rank == 0:
             try:
                 server = stack.enter_context(_listen(master[1]))
-                # A thread that waits in accept() would keep the port after close().
+                # Without shutdown, a thread that waits in accept() keeps the port open.
                 stack.callback(server.shutdown, socket.SHUT_RDWR)
             except OSError:
                 instead = launch.port_in_use(*master, SAME_PORT)
@@ -84,18 +84,18 @@ def meet(rank: int, nodes: int, processes: int, master: tuple[str, int], wait: f
 
 
 class Clock:
-    """The time spent waiting, of at most ``limit`` seconds."""
+    """Measures how long a wait takes, which ends after ``limit`` seconds."""
 
     def __init__(self, limit: float):
         self.limit, self.began, self.next = limit, time.monotonic(), 1.0
 
     @property
     def seconds(self) -> float:
-        """Since the waiting began."""
+        """The seconds since the wait began."""
         return time.monotonic() - self.began
 
     def line(self, text: str) -> str | None:
-        """``text`` with the times, if a line is due: first after 1 s, then every 5 or 15 s."""
+        """Return ``text`` with the times if a line is due: after 1 s, then every 5 or 15 s."""
         now = self.seconds
         if now < self.next:
             return None
@@ -104,34 +104,34 @@ class Clock:
 
 
 def say(text: object, file: TextIO | None = None) -> None:
-    """Print a line, which another machine may have sent."""
+    """Print a line safely: another machine may have sent it."""
     print(printable(str(text)), file=file, flush=True)
 
 
 def send(connection: socket.socket, **message: Any) -> None:
-    """Send a message. If the other end is gone, reading from it fails."""
+    """Send a message. Ignore a closed connection: the next read from it reports that."""
     with contextlib.suppress(OSError):
         connection.sendall(json.dumps(message).encode() + b"\n")
 
 
 def receive(file: Any) -> Facts:
-    """The next message from a socket's file. Raises: OSError (closed, no answer), ValueError."""
+    """Read a message from a socket's file. Raises: OSError (closed, no answer), ValueError."""
     if not (line := file.readline(LONGEST)):
         raise ConnectionError("the connection was closed")
     try:
         return dict(json.loads(line))
     except (ValueError, TypeError, RecursionError):
-        raise ValueError("it sends other messages") from None
+        raise ValueError("it sends unknown messages") from None
 
 
 class Leader:
-    """Node 0, to which all others connect. A thread for each connection fills a queue."""
+    """Node 0, to which all other nodes connect. One thread per connection fills a queue."""
 
     def __init__(self, me: Facts, master: tuple[str, int], server: socket.socket):
         self.there = f"{master[0]}:{master[1]}"
-        self.kinds = {key: type(value) for key, value in me.items()}  # of a node's facts
-        # Node 0 may know itself by an address at which nobody else reaches it.
-        self.nodes: dict[int, Facts] = {0: me | {"address": master[0]}}  # those here, by rank
+        self.kinds = {key: type(value) for key, value in me.items()}  # types of a node's facts
+        # Use the master's address for node 0: its own view of it may not work on other nodes.
+        self.nodes: dict[int, Facts] = {0: me | {"address": master[0]}}  # joined nodes, by rank
         self.sent: queue.SimpleQueue[tuple[Facts, Facts | None]] = queue.SimpleQueue()
         threading.Thread(target=self._accept, args=(server,), daemon=True).start()
 
@@ -141,7 +141,7 @@ class Leader:
                 threading.Thread(target=self._read, args=server.accept(), daemon=True).start()
 
     def _read(self, connection: socket.socket, address: tuple) -> None:
-        """Queue what a node sends, and None when it has left. Another program is ignored."""
+        """Queue a node's messages, and None when it leaves. Ignore other programs."""
         node: Facts = {"connection": connection, "address": address[0].removeprefix("::ffff:")}
         with (
             connection,
@@ -155,7 +155,7 @@ class Leader:
         self.sent.put((node, None))
 
     def lead(self, clock: Clock) -> None:
-        """Lead all nodes through the check, and send them its result. Raises: `UserError`."""
+        """Run the check with all nodes and send them the result. Raises: `UserError`."""
         end: str | None = "node 0 was interrupted"
         try:
             self._gather(clock)
@@ -175,7 +175,7 @@ class Leader:
             say(message["print"])
 
     def _step(self) -> None:
-        """Take up what a node has sent, if one has. Raises: `UserError` if nodes contradict."""
+        """Process one message, if there is one. Raises: `UserError` if nodes contradict."""
         try:
             node, message = self.sent.get(timeout=0.05)
         except queue.Empty:
@@ -199,7 +199,7 @@ class Leader:
             say(f"{node['name']} has joined from {node['address']}")
 
     def _gather(self, clock: Clock) -> None:
-        """Wait until all nodes are here."""
+        """Wait until all nodes have joined. Raises: `UserError`."""
         total = self.nodes[0]["nodes"]
         while missing := [str(rank) for rank in range(total) if rank not in self.nodes]:
             names = f"node{'s' * (len(missing) > 1)} {', '.join(missing)} of {total}"
@@ -214,7 +214,7 @@ class Leader:
             self._step()
 
     def _compare(self, everyone: list[Facts]) -> None:
-        """Raises: `UserError` with what keeps the nodes from training together."""
+        """Compare the nodes and try their ports. Raises: `UserError` if they cannot train."""
         if mismatch := describe_mismatch([(node["name"], node["agree"]) for node in everyone]):
             raise UserError(mismatch)
         targets = [(node["name"], node["address"], node["ports"]) for node in everyone]
@@ -236,8 +236,8 @@ class Leader:
 def follow(me: Facts, master: tuple[str, int], wait: float, instead: UserError | None) -> None:
     """Connect to node 0 and do what it asks. Raises: `UserError` with the error that it reports.
 
-    ``instead``: why this node cannot be node 0, which it should be. If there is another node 0,
-    that has to end as well; if there is none, this is the error.
+    ``instead``: why this node, which has rank 0, cannot be node 0. It still connects, so that a
+    process that acts as node 0 there ends as well, and then raises ``instead``.
     """
     there = f"{master[0]}:{master[1]}"
     text = f"what answers at {there} is not node 0 of this job ({{}}): does another program use "
@@ -265,7 +265,7 @@ def follow(me: Facts, master: tuple[str, int], wait: float, instead: UserError |
 
 
 def try_ports(targets: list[tuple[str, str, list[int]]], me: str) -> list[str]:
-    """Connect from ``me`` to the others' ports: (name, address, ports). Returns: error messages."""
+    """Connect to each target (name, address, ports) except ``me``. Returns: error messages."""
 
     def closed(way: tuple[str, str, int]) -> str | None:
         name, address, port = way
@@ -285,14 +285,14 @@ def try_ports(targets: list[tuple[str, str, list[int]]], me: str) -> list[str]:
 
 
 def _listen(port: int) -> socket.socket:
-    """A listening socket on all addresses, IPv6 included where the machine has it."""
+    """Return a socket that listens on all addresses, including IPv6 if the machine has it."""
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
     return socket.create_server(("", port), backlog=1024, family=family, dualstack_ipv6=dual)
 
 
 def resolve(host: str) -> list[tuple]:
-    """What `socket.getaddrinfo` returns for the master's name. Raises: `UserError`: unknown."""
+    """Return `socket.getaddrinfo` of the master's name. Raises: `UserError` if it is unknown."""
     try:
         return socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -310,7 +310,7 @@ def is_own(host: str) -> bool:
 
 
 def address_towards(host: str) -> str | None:
-    """This machine's IPv4 address as ``host`` sees it; None if unknown (no route, or IPv6)."""
+    """Return this machine's IPv4 address as seen by ``host``; None if no route, or IPv6."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # UDP: this looks up the route and sends nothing
         return probe.getsockname()[0]
@@ -318,9 +318,9 @@ def address_towards(host: str) -> str | None:
 
 
 def interface_towards(host: str) -> str | None:
-    """Name of the network interface that leads to ``host``; None if unknown (IPv6).
+    """Return the name of the network interface towards ``host``; None if unknown (IPv6).
 
-    On the master itself: the interface by which the others reach it, not the loopback.
+    On the master itself, this is the interface that the others use to reach it, not the loopback.
     """
     own = address_towards(host)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -334,14 +334,14 @@ def interface_towards(host: str) -> str | None:
 
 
 def connect(host: str, port: int, limit: float, out: TextIO | None = None) -> socket.socket:
-    """A connection to the master, which is tried again until ``limit`` seconds are over.
+    """Connect to the master; retry for at most ``limit`` seconds.
 
-    Prints that it waits to ``out``. Raises: `UserError`: unknown host name, or no answer in time.
+    Prints to ``out`` while it waits. Raises: `UserError` if the host is unknown or does not answer.
     """
     resolve(host)
     clock, answered, master = Clock(limit), 0.0, f"the master {host}:{port}"
-    # The launcher over ssh has reached all nodes and started them together: a master that does not
-    # even refuse is not late.
+    # The ssh launcher has reached all nodes and started them together. So a master that does not
+    # even refuse a connection is unreachable, not late.
     patience = SILENT if "IMAGENET_ALL_UP" in os.environ else limit
     while True:
         try:
@@ -360,7 +360,7 @@ def connect(host: str, port: int, limit: float, out: TextIO | None = None) -> so
 
 
 def reason(error: Exception) -> str:
-    """Why a connection failed, in a few words."""
+    """Return in a few words why a connection failed."""
     if isinstance(error, TimeoutError):
         return "no answer"
     return (getattr(error, "strerror", None) or str(error)).lower()
@@ -369,8 +369,8 @@ def reason(error: Exception) -> str:
 def find_master(rank: int, nodes: int, master: tuple[str, int], seconds: float) -> None:
     """Choose the network interfaces of gloo and NCCL, and wait for the master's port.
 
-    gloo looks up this host's own name, which often gives 127.0.1.1 or nothing; NCCL may take
-    Docker's bridge. The interface that leads to the master is right ("=": not a prefix).
+    By default, gloo looks up this host's own name, which often gives 127.0.1.1 or nothing, and NCCL
+    may choose Docker's bridge. Use the interface towards the master ("=": exact name, no prefix).
     """
     if interface := interface_towards(master[0]) if nodes > 1 else "lo":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -380,30 +380,30 @@ def find_master(rank: int, nodes: int, master: tuple[str, int], seconds: float) 
         connect(*master, seconds).close()
 
 
-# ---- what the nodes must agree on
+# ---- facts that must be the same on all nodes
 
 ROOT = Path(__file__).resolve().parents[2]
 REMEDY = {
-    "the command line": "type the same options on every node",
+    "the command line": "use the same options on every node",
     "the training script": "start the same script on every node",
     "this code": "copy it to every node again",
     "torch": "install the same version on every node",
     "NCCL": "install the same version on every node",
 }
-# Options that may differ between nodes: paths, output, decisions of one process alone, hardware of
-# the node. All others must be the same on every node.
+# Options that may differ between nodes: paths, output, choices that affect one process only, and
+# the node's hardware. All others must be the same on every node.
 _MAY_DIFFER = """data classes name output_dir store recipe command mode
     workers print_freq profile spot_notice tracker memory_format
     snapshot_minutes train_time dist_url dist_timeout dist_backend gpus
     world_size rank local_rank preprocessing defaulted_sizes epoch_sizes"""
 MAY_DIFFER = frozenset(_MAY_DIFFER.split())
-PATHS = {"resume", "pretrained"}  # each node may have its own, but all or none
+PATHS = {"resume", "pretrained"}  # paths may differ, but all nodes or none must have the option
 
 
 def compare_processes(args: Any, world: Any) -> list[tuple[str, str | None]]:
     """Raise `UserError` unless all processes of the job have the same script, code and options.
 
-    Returns: for each rank, its node's name, and its address as the master sees it.
+    Returns: for each rank, its node's name and its address as seen by the master.
     """
     import torch
 
@@ -431,7 +431,7 @@ def compare_processes(args: Any, world: Any) -> list[tuple[str, str | None]]:
 def compare_data(what: str, source: Any, world: Any) -> None:
     """Raise `UserError`, naming the nodes, unless ``source`` has the same images in all processes.
 
-    Their names are compared; on several nodes also the sizes of `SIZES` files, evenly spread, which
+    It compares their names and, on several nodes, the sizes of `SIZES` evenly spaced files, which
     takes less than a second.
     """
     from utils.world import gather, node_name
@@ -449,7 +449,7 @@ def compare_data(what: str, source: Any, world: Any) -> None:
 
 
 def code(*scripts: Path) -> dict[str, str]:
-    """Checksum of each file below utils/, each recipe and each of ``scripts``, by name."""
+    """Return a checksum of each file below utils/, each recipe and each of ``scripts``, by name."""
     ours = [*(ROOT / "utils").rglob("*.py"), *(ROOT / "scripts/recipes").glob("*.txt")]
     files = {str(path.relative_to(ROOT)): path for path in ours}
     files |= {path.name: path for path in scripts if path.is_file()}
@@ -457,15 +457,15 @@ def code(*scripts: Path) -> dict[str, str]:
 
 
 def release(version: str) -> str:
-    """Major and minor number: 2.14 of 2.14.1+cu130. Patches and CUDA builds may differ."""
+    """Shorten 2.14.1+cu130 to 2.14, because patches and CUDA builds may differ between nodes."""
     return ".".join(version.split(".")[:2])
 
 
 def describe_mismatch(entries: list[tuple[str, Mapping[str, Any]]]) -> str | None:
-    """An error message about the first fact on which nodes disagree; None if they agree.
+    """Return an error message about the first fact that differs between nodes; None if all agree.
 
     ``entries``: for each process its node's name, and its facts by name ("this code", "torch" ...).
-    A fact may be a mapping itself, such as each file's checksum.
+    A fact can also be a mapping, such as the checksums by file.
     """
     for name in entries[0][1]:
         column = [(node, facts.get(name)) for node, facts in entries]
@@ -478,10 +478,10 @@ def describe_mismatch(entries: list[tuple[str, Mapping[str, Any]]]) -> str | Non
 
 
 def first_difference(entries: list[tuple[str, Mapping[str, Any]]]) -> str:
-    """The first name whose value differs: "NAME: VALUE on NODES, VALUE on NODES (and 2 more)"."""
+    """Describe the first difference: "NAME: VALUE on NODES, VALUE on NODES (and 2 more)"."""
     differing = []
     for name in sorted({name for _, values in entries for name in values}):
-        nodes: dict[str, dict[str, None]] = {}  # by value; as keys, each name is there once
+        nodes: dict[str, dict[str, None]] = {}  # by value; dict keys, so that a name occurs once
         for node, values in entries:
             nodes.setdefault(str(values.get(name, "missing")), {})[node] = None
         if len(nodes) > 1:
@@ -495,10 +495,10 @@ def first_difference(entries: list[tuple[str, Mapping[str, Any]]]) -> str:
 
 
 def rendezvous(master: str) -> str:
-    """For scripts/elastic_train.sh: this node's address, and whether it is ``master`` (HOST:PORT).
+    """Return this node's address and whether it is ``master`` (HOST:PORT), as "10.0.0.1 false".
 
-    As "10.0.0.1 false". On another node than the master, returns once that answers; prints that it
-    waits on stderr. Raises: `UserError`.
+    For scripts/elastic_train.sh. On other nodes, wait until the master answers, and print to
+    stderr meanwhile. Raises: `UserError`.
     """
     host, port = launch.parse_tcp_url(f"tcp://{master}", "MASTER_ADDR:MASTER_PORT")
     here, address = is_own(host), address_towards(host)
@@ -512,7 +512,7 @@ def rendezvous(master: str) -> str:
 
 
 def main() -> int:
-    """Run the check, or answer `rendezvous`. Exit codes: 0; 2 with one error line; 130: Ctrl-C."""
+    """Run the check or `rendezvous`. Exit codes: 0; 2 with one error line; 130 after Ctrl-C."""
     launch.die_with_launcher()
     words = sys.argv[1:]
     if words[:1] == ["rendezvous"] and len(words) == 2:

@@ -1,6 +1,6 @@
-"""``--profile``: a trace of a few steps, for Chrome, Perfetto and TensorBoard.
+"""``--profile``: trace a few steps, for Chrome, Perfetto and TensorBoard.
 
-Interface: the optimiser's post-step hook. Without this file, there is no trace.
+Interface: a post-step hook of the optimiser. Without this file, the option is an error.
 """
 
 import logging
@@ -15,14 +15,14 @@ log = logging.getLogger(__name__)
 
 
 def start(folder: Path, optimizer: Optimizer) -> None:
-    """Begin a trace of steps 5 to 8 of this process, to be written to ``folder``."""
+    """Trace steps 5 to 8 of this process and write the trace to ``folder``."""
     log.info(f"--profile: steps 5 to 8 will be traced into {folder}")
-    # The profiler's library reports its start, and an error on a machine without a GPU.
+    # Silence Kineto: it logs its start, and an error on machines without a GPU.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     steps = schedule(wait=3, warmup=1, active=4, repeat=1)
     write = tensorboard_trace_handler(str(folder), "rank0")
     profiler = profile(schedule=steps, on_trace_ready=write)
     profiler.start()
     optimizer.register_step_post_hook(lambda *_: profiler.step())
-    # A shorter training's trace is written at its end: `launch.run_main` ends a process this way.
+    # If training is shorter, write the trace when it ends: `launch.run_main` calls finalizers.
     multiprocessing.util.Finalize(None, profiler.stop, exitpriority=0)

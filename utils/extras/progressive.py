@@ -1,25 +1,25 @@
-"""``--progressive``: train on small images first, which are cheap, and on larger ones at the end.
+"""``--progressive``: train on small images first, which is cheap, and on larger ones at the end.
 
-Interface: `sizes` becomes ``args.epoch_sizes``, the side of training images in each epoch.
-Without this file, training images have one size, that of ``--image-size``.
+Interface: `sizes` returns ``args.epoch_sizes``, the side of training images in each epoch.
+Without this file, all training images have the size ``--image-size``.
 
-Howard's and others' entries in DAWNBench (2018) began it; ffcv-imagenet trains at 160 pixels, then
-at 192. The size is a function of the epoch alone: a resumed run, or one on another number of
-processes, sees the same images.
+The method is known from DAWNBench entries of 2018 (Howard and others); ffcv-imagenet trains at 160
+pixels, then at 192. The size depends only on the epoch: a resumed run, or a run on another number
+of processes, uses the same images.
 """
 
 import argparse
 import math
 import re
 
-# From FROM to TO, as ffcv-imagenet's configurations of 16 and 32 epochs grow (start_ramp 11 and 23,
-# end_ramp 13 and 27): https://github.com/libffcv/ffcv-imagenet/tree/main/rn50_configs
-GROWS_FROM, GROWS_UNTIL = 0.7, 0.85  # shares of the epochs
-COARSEST = 32  # largest difference between two sizes, pixels
+# FROM:TO grows in this part of the epochs, as in ffcv-imagenet's configurations of 16 and 32 epochs
+# (start_ramp 11 and 23, end_ramp 13 and 27; github.com/libffcv/ffcv-imagenet, rn50_configs).
+GROWS_FROM, GROWS_UNTIL = 0.7, 0.85
+COARSEST = 32  # largest difference between two consecutive sizes, pixels
 
 
 def check(text: str) -> str:
-    """The type of the option: returns ``text`` if it is valid."""
+    """Return ``text`` if it is a valid value of the option."""
     if re.fullmatch(r"0*[1-9]\d*(:\d+|(,0*[1-9]\d*)*)", text):
         numbers = _numbers(text)
         if ":" not in text or numbers[0] < numbers[1]:
@@ -34,7 +34,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def sizes(text: str, epochs: int) -> tuple[int, ...]:
-    """The side of training images in each of ``epochs``, pixels."""
+    """Return the side of training images, in pixels, for each of ``epochs`` epochs."""
     numbers = _numbers(text)
     if ":" not in text:
         return tuple(numbers[epoch * len(numbers) // epochs] for epoch in range(epochs))
@@ -49,7 +49,7 @@ def sizes(text: str, epochs: int) -> tuple[int, ...]:
 
 
 def describe(by_epoch: tuple[int, ...]) -> str:
-    """A line for the log: "160 pixels from epoch 1, 192 from epoch 13"."""
+    """Return a line for the log, such as "160 pixels from epoch 1, 192 from epoch 13"."""
     grown = [(size, n) for n, size in enumerate(by_epoch) if n == 0 or size != by_epoch[n - 1]]
     text = ", ".join(f"{size} from epoch {n + 1}" for size, n in grown)
     return text.replace(" from", " pixels from", 1)

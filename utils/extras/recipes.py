@@ -1,7 +1,7 @@
-"""``--recipe``; and hints for options that were removed or that only another script has.
+"""``--recipe``, and hints for options that were removed or that only another script has.
 
-Interface: `expand` gets the words of each training command before they are parsed. Without this
-file there are no recipes, and such an option is an unknown option.
+Interface: `expand` receives the arguments of each training command before they are parsed. Without
+this file there are no recipes, and such options are reported only as unknown.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from utils.errors import UserError
 
 RECIPES = Path(__file__).resolve().parents[2] / "scripts" / "recipes"
 
-# Options, or values of them, that were removed, and their replacements.
+# Removed options (or option values), and what to use instead.
 _FIND_BATCH = "run the command once with --find-batch, then give -b the number that it prints"
 REMOVED = {
     "--comm auto": "`python scripts/bench_network.py --nodes 2 --master IP --rank R -- -a resnet50 "
@@ -26,7 +26,7 @@ REMOVED = {
     "--optimizer lars": "use sgd, nesterov or muon",
 }
 
-# Options that not all scripts have, and the script to use for each.
+# Options that not all scripts have, and a script that has them.
 _DDP = "-n --world-size -nr --rank -g --gpus --dist-url --dist-backend --sync-bn --comm --amp"
 _APEX = "--opt-level --keep-batchnorm-fp32 --loss-scale --amp-impl --delay-allreduce --allreduce"
 ELSEWHERE = {
@@ -37,11 +37,11 @@ ELSEWHERE = {
 
 
 def expand(words: Sequence[str], own: Sequence[str]) -> list[str]:
-    """The words of the ``--recipe``, if there is one, followed by ``words`` of the command line.
+    """Return the arguments in the ``--recipe``, if given, followed by the command line's ``words``.
 
-    If an option is given twice, the last one counts: the command line takes precedence. ``own``:
-    the options of this script. Raises: `UserError` for a recipe that cannot be read, and for an
-    option that was removed or that only another script has.
+    If an option occurs twice, the last one counts, so the command line takes precedence. ``own``:
+    the options of this script. Raises: `UserError` if the recipe cannot be read, or if an option
+    was removed or only another script has it.
     """
     only = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     only.add_argument("--recipe", nargs="?")
@@ -49,7 +49,7 @@ def expand(words: Sequence[str], own: Sequence[str]) -> list[str]:
     words = [*(read(name) if name else ()), *words]
     for number, word in enumerate(words):
         option, _, value = word.partition("=")
-        # A value is compared up to its first colon.
+        # Compare only the part of the value before its first colon.
         value = (value or " ".join(words[number + 1 : number + 2])).partition(":")[0]
         for gone in (option, f"{option} {value}"):
             if gone in REMOVED:
@@ -61,12 +61,12 @@ def expand(words: Sequence[str], own: Sequence[str]) -> list[str]:
 
 
 def names() -> list[str]:
-    """The recipes that come with the suite."""
+    """Return the names of the recipes in scripts/recipes."""
     return sorted(path.stem for path in RECIPES.glob("*.txt"))
 
 
 def read(name: str) -> list[str]:
-    """The options in a recipe, a file or one in scripts/recipes; # begins a comment.
+    """Return the options in a recipe: a file, or a name in scripts/recipes. # begins a comment.
 
     Raises: `UserError`.
     """
@@ -76,6 +76,6 @@ def read(name: str) -> list[str]:
         raise UserError(text, on_every_rank=True)
     try:
         return shlex.split(files[0].read_text(encoding="utf-8"), comments=True)
-    except (OSError, ValueError) as error:  # ValueError: not UTF-8 either
+    except (OSError, ValueError) as error:  # ValueError also means: not UTF-8
         text = f"the recipe {files[0]} cannot be read: {error}"
         raise UserError(text, on_every_rank=True) from None

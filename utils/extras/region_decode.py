@@ -1,9 +1,9 @@
 """Decode only the part of a JPEG file that a training crop shows.
 
-No option: used where `scripts/build_region_decode.py` has built the library of region_decode.c.
-Interface: `shape_of` and `decode`, which `utils.images.ImageBatches` calls for each file.
-Without it whole images are decoded, which takes longer. The pixels are the same, so some nodes may
-have it and others not.
+No option: used after `scripts/build_region_decode.py` has built the library from region_decode.c.
+Interface: `shape_of` and `decode`, which `utils.images.ImageBatches` calls for each file. Without
+this file or the library, whole images are decoded, which takes longer. The pixels are the same, so
+only some nodes may have the library.
 """
 
 from __future__ import annotations
@@ -17,32 +17,31 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-# torch, whose import takes seconds, only where images are decoded: each start of a wrapper asks
-# `has_library`.
+# torch takes seconds to import. Only decoding needs it; the wrappers just call `has_library`.
 if TYPE_CHECKING:
     import torch
 
     from utils.images import Box
 
 SOURCE = Path(__file__).with_name("region_decode.c")
-# The name changes with the source's content.
+# The name contains a checksum of the source, so that an old library is not loaded.
 LIBRARY = SOURCE.with_name(f"libregion_decode_{zlib.crc32(SOURCE.read_bytes()):08x}.so")
-# Columns beside the required ones: a margin of 2 on each side, and up to the edge of a block, which
-# is 32 wide where colour has a quarter of the columns.
+# Extra columns: a margin of 2 on each side, and up to 31 to the edge of a block. A block is 32
+# wide if colour is stored at a quarter of the horizontal resolution.
 BESIDE = 2 + 2 + 31
 
 JPEG_MAGIC = b"\xff\xd8"
 JPEG_END = b"\xff\xd9"
 SEQUENTIAL = (0xC0, 0xC1)  # SOF0 and SOF1; progressive files are smoothed across rows of blocks
-# APP0 to APP15, COM, tables and the restart interval: what may stand before the frame header.
+# Segments that may precede the frame header: APP0 to APP15, COM, tables, the restart interval.
 BEFORE_FRAME = {*range(0xE0, 0xF0), 0xFE, 0xDB, 0xC4, 0xDD}
 
 
 def shape_of(data: bytes) -> tuple[int, int] | None:
-    """Height and width of a JPEG file that can be decoded in part; None for any other file.
+    """Return height and width of a JPEG file if a part of it can be decoded, else None.
 
-    Others are progressive, lossless or arithmetic coded, CMYK, of unusual subsampling, not standard
-    up to the frame header, or truncated (padding apart), which decoders tolerate.
+    None for files that are progressive, lossless, arithmetic coded, CMYK, truncated (padding is
+    accepted), or that have unusual subsampling or unusual segments before the frame header.
     """
     at, end = 2, len(data) - 20
     if not (data.startswith(JPEG_MAGIC) and data[-64:].rstrip(b"\0").endswith(JPEG_END)):
@@ -58,7 +57,7 @@ def shape_of(data: bytes) -> tuple[int, int] | None:
 
 
 def _read_frame(header: bytes) -> tuple[int, int] | None:
-    # precision, height (2), width (2), components; id, sampling factors, table of each
+    # precision, height (2), width (2), components; for each: id, sampling factors, table
     if len(header) < 9 or header[0] != 8 or header[5] not in (1, 3):
         return None
     if len(header) != 6 + 3 * header[5] or max(factor & 15 for factor in header[7::3]) > 2:
@@ -68,11 +67,11 @@ def _read_frame(header: bytes) -> tuple[int, int] | None:
 
 
 def decode(data: bytes, box: Box) -> tuple[torch.Tensor, Box] | None:
-    """A part of an image, uint8 [3, height, width] with strides of [height, width, 3], and where
-    ``box`` lies in it.
+    """Return a part of an image, uint8 [3, height, width] in channels-last memory, and the position
+    of ``box`` in it.
 
-    ``data`` is a file that `shape_of` accepts. None: the whole image has to be decoded, because
-    there is no library or the image is damaged.
+    ``data`` is a file that `shape_of` accepts. Returns None if there is no library or the image is
+    damaged; the caller must then decode the whole image.
     """
     import torch
 
@@ -84,11 +83,11 @@ def decode(data: bytes, box: Box) -> tuple[torch.Tensor, Box] | None:
 
 
 def decode_region(data: bytes, box: Box, path: Path | None = None) -> tuple[np.ndarray, int] | None:
-    """The rows of ``box``, and the column of the image that they begin with.
+    """Return the rows of ``box``, and the column of the image at which they begin.
 
-    ``data`` is a file that `shape_of` accepts, ``path`` the library (`LIBRARY`). Returns: uint8
-    [height, n, 3], with n at least the width; None without the library, and for a file that is
-    damaged or too small for the box.
+    ``data`` is a file that `shape_of` accepts, ``path`` the library (default: `LIBRARY`). The rows
+    are uint8 [height, n, 3]; n is at least the width. Returns None without the library, or if the
+    file is damaged or too small for the box.
     """
     call = _load(path or LIBRARY)
     if call is None:
@@ -104,7 +103,7 @@ def decode_region(data: bytes, box: Box, path: Path | None = None) -> tuple[np.n
 
 
 def has_library() -> bool:
-    """Whether the library was built from today's source and loads on this machine."""
+    """Return whether the library was built from the current source and loads on this machine."""
     return _load(LIBRARY) is not None
 
 
@@ -112,7 +111,7 @@ def has_library() -> bool:
 def _load(path: Path) -> Callable[..., int] | None:
     try:
         call = ctypes.CDLL(str(path)).decode_region
-    except (OSError, AttributeError):  # not there, or built on another kind of machine
+    except (OSError, AttributeError):  # missing, or built for another architecture
         return None
     call.restype, number = ctypes.c_int, ctypes.c_uint
     call.argtypes = [ctypes.c_char_p, ctypes.c_ulong, number, number, ctypes.POINTER(number)]

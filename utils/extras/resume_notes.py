@@ -1,4 +1,4 @@
-"""Notes about a resumed run: which options and which script have changed. Always on.
+"""Log notes about a resumed run: the options and the script that have changed. Always on.
 
 Interface: `utils.resume.load_parts` calls `describe`.
 Without this file, the log does not name the changed options.
@@ -13,7 +13,7 @@ from utils.snapshots import TrainState
 
 
 def describe(state: TrainState, args: Any, content: dict[str, Any]) -> list[str]:
-    """Notes for the log: what differs from when the snapshot was taken."""
+    """Return notes for the log about everything that has changed since the snapshot."""
     saved, before, notes = content["options"], content["progress"], []
     batch, now = before["global_batch"], state.global_batch
     if (images := before["step"] * batch - state.step * now) > 0:

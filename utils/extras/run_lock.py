@@ -1,9 +1,9 @@
-"""One training at a time in a run directory: a lock that ends with the process that holds it.
+"""A lock that lets only one training at a time use a run directory. It ends with its process.
 
-- Always on. Used by every training; a measurement or an evaluation writes nothing that matters.
+- Always on. Used by every training, but not by measurements and evaluations.
 - Interface: `Lock`, which `utils.run_directory.Run` gets from addons.py.
 - Without this file, nothing prevents a second training from writing into the same directory, and a
-  job that restarts (``--elastic``) does not check that all nodes see the directory.
+  job that restarts (``--elastic``) does not check that all nodes share the directory.
 """
 
 import contextlib
@@ -20,17 +20,17 @@ from utils.errors import UserError, printable
 from utils.world import World, broadcast_from_rank0, gather, node_name
 
 LOCK = "owner.txt"
-PATIENCE = 2.0  # seconds for a killed process's data loading workers to exit: they hold it, too
-RESTART_PATIENCE = 120.0  # for an earlier attempt's process, or the NFSv4 lease of a lost machine
-VISIBLE_SECONDS = 10.0  # for a file to be seen on another node
+PATIENCE = 2.0  # seconds; a killed process's data loading workers hold the lock until they exit
+RESTART_PATIENCE = 120.0  # seconds for the previous attempt to end, or a lost machine's NFSv4 lease
+VISIBLE_SECONDS = 10.0  # seconds until a new file must be visible on all nodes
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class Lock:
-    """The lock of the run directory ``folder``, for rank 0: call `poll` until it is held.
+    """The lock of the run directory ``folder``. Rank 0 calls `poll` until it holds the lock.
 
-    ``patient``: a launcher restarts this job, so the process that holds it may be about to exit.
-    ``note`` says which process was killed in the directory, or that there are no locks.
+    ``patient``: wait longer, because a launcher restarts this job and the previous attempt may
+    still be exiting. ``note`` names a killed previous owner, or says that locks are not supported.
     """
 
     def __init__(self, folder: Path, patient: bool = False):
@@ -42,12 +42,12 @@ class Lock:
         self.waits_until: float | None = None
 
     def poll(self) -> bool:
-        """Whether the lock is held; if not, call again a moment later.
+        """Try to take the lock and return whether it is held. If not, call again a moment later.
 
-        Raises: OSError, and `UserError` when another process still holds it.
+        Raises: OSError; `UserError` if another process has held it for too long.
         """
         folder = self.path.parent
-        if self.path.is_symlink():  # never write where somebody else's link leads
+        if self.path.is_symlink():  # never write through another user's link
             raise UserError(f"{self.path} is a symbolic link, not the lock of a run: remove it")
         with contextlib.ExitStack() as stack:
             file = stack.enter_context(open(self.path, "a+", errors="replace"))
@@ -65,19 +65,19 @@ class Lock:
                     raise
                 self.note = f"warning: the file system of {folder} has no locks: nothing prevents "
                 self.note += "a second run from writing there"
-            if not self._is_at_path(file):  # its process removed it when it ended
+            if not self._is_at_path(file):  # the previous owner removed this file when it ended
                 return False
             stack.pop_all()
         file.truncate(0)
         file.write(self.text)
         file.flush()
         self.file = file
-        # Also after an error: launch.run_main ends a process this way.
+        # Release it after errors as well: launch.run_main calls finalizers.
         multiprocessing.util.Finalize(None, self.release, exitpriority=0)
         return True
 
     def _wait(self, folder: Path, owner: str) -> None:
-        """Note that ``owner`` holds the lock. Raises: `UserError` after some time."""
+        """Print that ``owner`` holds the lock. Raises: `UserError` once the patience is over."""
         now = time.monotonic()
         if self.waits_until is None:
             self.waits_until = now + self.patience
@@ -92,7 +92,7 @@ class Lock:
             )
 
     def check_shared(self, world: World) -> None:
-        """Raise `UserError` unless all nodes see the lock: any may have rank 0 next time."""
+        """Raise `UserError` unless all nodes see the lock: any may run rank 0 after a restart."""
         text = broadcast_from_rank0(lambda: self.text, world)
         deadline, is_seen = time.monotonic() + VISIBLE_SECONDS, False
         while not is_seen and time.monotonic() < deadline:
@@ -108,7 +108,7 @@ class Lock:
             )
 
     def release(self) -> None:
-        """Remove the file, and give up the lock."""
+        """Remove the file and release the lock."""
         if self.file is not None:
             if self._is_at_path(self.file):
                 with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
 """``--spot-notice``: stop with a snapshot when EC2 reclaims a spot instance.
 
-A thread polls the metadata service. Interface: it calls `utils.stopping.StopRequest.ask`. Without
-this file, such an instance ends without a last snapshot.
+Interface: a thread polls the metadata service and calls `utils.stopping.StopRequest.ask`. Without
+this file, a reclaimed instance ends without a last snapshot.
 """
 
 import logging
@@ -11,17 +11,17 @@ import urllib.request
 
 from utils.stopping import Reason, StopRequest
 
-INTERVAL = 5.0  # seconds between two requests; AWS recommends this
-# The service (IMDSv2) is never behind the proxy that the environment may name.
+INTERVAL = 5.0  # seconds between two requests, as AWS recommends
+# Reach the service (IMDSv2) directly, even if the environment names a proxy.
 _open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
 log = logging.getLogger(__name__)
 
 
 def watch(url: str, stop: StopRequest) -> None:
-    """In a thread, ask the metadata service at ``url`` until ``stop`` is closed.
+    """Start a thread that polls the metadata service at ``url`` until ``stop`` is closed.
 
-    A service that does not answer is reported once, and polled on silently.
+    If the service does not answer, this is reported once; polling continues silently.
     """
     threading.Thread(target=_watch, args=(url.rstrip("/"), stop), daemon=True).start()
 
@@ -34,7 +34,7 @@ def _watch(url: str, stop: StopRequest) -> None:
                 log.info(f"spot notice: {notice[:100]}: stopping with a snapshot")
                 stop.ask(Reason.INTERRUPTED)
                 return
-        except Exception as error:  # OSError, HTTPException, nonsense: none may end the thread
+        except Exception as error:  # OSError, HTTPException, bad data: none may end the thread
             if not reported:
                 reason = getattr(error, "reason", None) or error
                 log.warning(f"{url} did not answer ({reason}): will keep polling silently")
@@ -43,7 +43,7 @@ def _watch(url: str, stop: StopRequest) -> None:
 
 
 def _notice(url: str) -> str | None:
-    """The notice of an interruption, if there is one. Raises: OSError without an answer."""
+    """Return the interruption notice, or None. Raises: OSError if the service does not answer."""
 
     def ask(method: str, path: str, name: str, value: str) -> str:
         headers = {f"X-aws-ec2-metadata-{name}": value}

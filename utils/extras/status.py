@@ -1,6 +1,6 @@
-"""The file in memory from which scripts/status.sh reads what each process is doing.
+"""Files in /dev/shm that tell scripts/status.sh what each process is doing.
 
-Interface: `Training.show_status`. Always on; without this file, status.sh finds no training.
+Always on. Interface: `Training.show_status`. Without this file, status.sh finds no training.
 """
 
 import contextlib
@@ -18,10 +18,10 @@ from utils.session import Session
 
 
 class Status:
-    """This process's file, in memory, as other nodes may have no run directory.
+    """The file of this process. It is in memory, because some nodes may have no run directory.
 
-    Errors of writing are ignored. A reader compares process id and start time to detect a file that
-    a killed process has left behind.
+    Write errors are ignored. Readers compare process id and start time to detect the file of a
+    killed process.
     """
 
     def __init__(self, session: Session):
@@ -43,14 +43,14 @@ class Status:
             "epochs": args.epochs,
             "gpu": gpu,
         }
-        # Also after an error: `launch.run_main` ends a process this way.
+        # Remove it after errors as well: `launch.run_main` calls finalizers.
         multiprocessing.util.Finalize(None, self.remove, exitpriority=0)
 
     def show(self, phase: str, parts: dict[str, float] | None = None, **figures: float) -> None:
-        """Write what this process is doing; figures stay until new ones come.
+        """Write what this process is doing. Earlier figures stay until they are replaced.
 
-        ``parts`` are the mean seconds per step by part. In synchronous training all steps take the
-        same time; a process's own parts show whether it is the slow one.
+        ``parts``: the mean seconds per step of each part. In synchronous training, a step takes
+        equally long in all processes; its parts show which process is slow.
         """
         if parts:
             figures["data_seconds"] = parts["data"]
@@ -70,14 +70,14 @@ class Status:
             temporary.replace(self.path)
 
     def remove(self) -> None:
-        """The process is about to end."""
+        """Remove the file; call this when the process is about to end."""
         with contextlib.suppress(OSError):
             if _is_private(self.folder):
                 self.path.unlink()
 
 
 def _is_private(folder: Path) -> bool:
-    """Whether this is a folder of this user, in which nobody else may write: /dev/shm is open to
-    all, so another user may have made one of this name."""
+    """Return whether the folder belongs to this user and nobody else can write to it. In /dev/shm,
+    another user may have created a folder with this name."""
     info = folder.lstat()
     return stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid() and not info.st_mode & 0o022

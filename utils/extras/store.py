@@ -1,10 +1,10 @@
-"""``--store URL``: copies of a run's files, uploaded in the background; ``--resume URL``.
+"""``--store URL``: upload copies of a run's files in the background; ``--resume URL``.
 
 A store is a folder or a URL (s3://, gs://, az://); fsspec, which torch depends on, transfers the
-files. No error of the store stops or delays training.
-Interface: `Store.upload` is one of ``run.written``, the functions that get the path of each file
-that a run has written.
-Without this file: runs stay in their directories, and --resume takes local files.
+files. Upload errors neither stop nor delay training.
+Interface: `Store.upload` is one of the functions in ``run.written``, which are called with the path
+of each file that a run has written.
+Without this file, runs have no copies, and --resume takes only local files.
 """
 
 import logging
@@ -28,12 +28,12 @@ from utils.snapshots import BEST, SNAPSHOT
 
 log = logging.getLogger(__name__)
 
-END_WAIT = 100.0  # seconds for the last uploads; a spot instance has 120 from its notice on
-LAST_TRIES = (0.0, 1.0, 2.0)  # seconds before each, at the end of the run
+END_WAIT = 100.0  # seconds for the last uploads; a spot instance ends 120 s after its notice
+LAST_TRIES = (0.0, 1.0, 2.0)  # seconds to wait before each attempt at the end of a run
 
 
 def check_options(store: str | None, resume: str | None) -> None:
-    """Raise `UserError` for URLs of an unknown kind, or when a package for theirs is missing."""
+    """Raise `UserError` for URLs of an unknown kind, or if the package for a URL is missing."""
     for url in filter(is_url, (store, resume)):
         protocol, path = fsspec.core.split_protocol(url)
         try:
@@ -43,13 +43,13 @@ def check_options(store: str | None, resume: str | None) -> None:
         except (ImportError, ValueError) as error:
             raise UserError(
                 f"{url} cannot be used ({error}): a store is a folder, s3://BUCKET/PREFIX, "
-                "gs://BUCKET/PREFIX or az://CONTAINER/PREFIX, with the package for it",
+                "gs://BUCKET/PREFIX or az://CONTAINER/PREFIX; these need s3fs, gcsfs or adlfs",
                 on_every_rank=True,
             ) from None
 
 
 def _connect(url: str) -> tuple[Any, str]:
-    """The file system of ``url`` and the path in it."""
+    """Return the file system of ``url`` and the path in it."""
     options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
     if url.startswith("s3://"):  # s3fs would wait minutes for an endpoint that does not answer
         retries = {"total_max_attempts": 2}
@@ -71,23 +71,23 @@ def _download(system: Any, source: str, path: Path) -> None:
 
 
 def _find(url: str) -> tuple[Any, str, str, set[str]]:
-    """File system, folder and name of the file at ``url`` (of a folder, its snapshot), and all
-    names in the folder. Raises: `UserError`."""
+    """Return file system, folder and name of the file at ``url`` (if that is a folder, of its
+    snapshot), and all names in the folder. Raises: `UserError`."""
     try:
         system, path = _connect(url)
         folder, _, name = path.rpartition("/")
         if not system.isfile(path):
             folder, name = path, SNAPSHOT
         names = _names(system, folder)
-    except Exception as error:  # each package has its own kinds
+    except Exception as error:  # each package has its own types
         raise UserError(f"cannot read {url} ({error!r:.200})") from error
     if name not in names:
-        raise UserError(f"there is no {url}, nor {SNAPSHOT} in a folder of this name")
+        raise UserError(f"{url} does not exist, or is a folder without {SNAPSHOT}")
     return system, folder, name, names
 
 
 def run_name(url: str, mark: str) -> str | None:
-    """Name of the run that the file at ``url`` belongs to: its folder, if ``mark`` is there too."""
+    """Return the name of the file's folder, which is the run's name, if ``mark`` is there, too."""
     _, folder, _, names = _find(url)
     return folder.rpartition("/")[2] if mark in names else None
 
@@ -95,15 +95,15 @@ def run_name(url: str, mark: str) -> str | None:
 def fetch(url: str, folder: Path | None) -> Path:
     """Download ``url`` to a file in ``folder`` that is removed when this process ends.
 
-    Without ``folder`` it is in a temporary one. A best model beside it comes, too, unless
-    ``folder`` has one. Raises: `UserError`.
+    Without ``folder``, use a temporary one. The best model beside the file is downloaded, too,
+    unless ``folder`` already has one. Raises: `UserError`.
     """
     system, place, name, names = _find(url)
     if folder is None:
         scratch = tempfile.TemporaryDirectory(prefix="imagenet-")
         _at_exit(scratch.cleanup)
         folder = Path(scratch.name)
-    file = folder / f".{name}.from_store.tmp"  # a killed process's: `utils.atomic.remove_leftovers`
+    file = folder / f".{name}.from_store.tmp"  # `utils.atomic.remove_leftovers` knows this ending
     _at_exit(lambda: file.unlink(missing_ok=True))
     try:
         _download(system, f"{place}/{name}", file)
@@ -115,19 +115,19 @@ def fetch(url: str, folder: Path | None) -> Path:
 
 
 def _at_exit(clean_up: Callable[[], None]) -> None:
-    """Also after an error: `launch.run_main` ends a process this way."""
+    """Call ``clean_up`` when this process ends, even after an error (see `launch.run_main`)."""
     multiprocessing.util.Finalize(None, clean_up, exitpriority=0)
 
 
 class Store:
-    """``URL/NAME OF THE RUN/``, where copies of a run's files go. For rank 0."""
+    """The folder ``URL/NAME OF THE RUN/`` for copies of a run's files. Only rank 0 uses it."""
 
     def __init__(self, url: str, folder: Path):
         self.folder, self.url = folder, f"{url.rstrip('/')}/{folder.name}"
         self.system, self.place = None, ""
         self.fails = False  # whether the last upload failed
-        self.waiting: set[Path] = set()  # files to send
-        self.sending: set[Path] = set()  # the one on its way
+        self.waiting: set[Path] = set()  # files to upload
+        self.sending: set[Path] = set()  # the file that is being uploaded
         self.due: queue.SimpleQueue[bool] = queue.SimpleQueue()  # False: the run ends
         self.thread = threading.Thread(target=self._work, name="store", daemon=True)
 
@@ -135,16 +135,16 @@ class Store:
         """Check that the store can be used, and start the thread that uploads.
 
         If ``resume`` is "auto" and the run's folder has no snapshot, the store's files are fetched.
-        A store that fails is reported. Raises: `UserError` when there is no such bucket, or when
+        A store that fails is reported. Raises: `UserError` if the bucket does not exist, or if
         continuing could overwrite a run.
         """
         needed = resume == "auto" and not (self.folder / SNAPSHOT).exists()
         names: set[str] = set()
-        bucket = ""  # one that does not exist
+        bucket = ""  # its name, if it does not exist
         try:
             self.system, self.place = _connect(self.url)
             names, first = _names(self.system, self.place), self.place.partition("/")[0]
-            # A folder's path begins with "/".
+            # The path of a local folder begins with "/", so ``first`` is empty.
             bucket = first if first and not names and not self.system.exists(first) else ""
             for name in (BEST, SNAPSHOT) if needed and SNAPSHOT in names else ():
                 if name in names:
@@ -154,11 +154,11 @@ class Store:
             if needed:
                 raise UserError(
                     f"cannot tell whether {self.url} has a snapshot to continue from "
-                    f"({error!r:.200}): leave out --resume to begin anew"
+                    f"({error!r:.200}): leave out --resume to start a new run"
                 ) from error
             self._warn(error)
         if bucket:
-            raise UserError(f"there is no bucket {bucket} for --store {self.url}")
+            raise UserError(f"the bucket {bucket} of --store {self.url} does not exist")
         if names and not resume:
             raise UserError(
                 f"{self.url} holds a run already: continue it with --resume auto, or choose "
@@ -167,16 +167,16 @@ class Store:
         self.thread.start()
 
     def upload(self, path: Path) -> None:
-        """Send ``path`` soon, and files that could not be sent before. It may not exist.
+        """Upload ``path`` soon, if it exists, and files whose upload has failed.
 
-        The file may be replaced (by renaming) at any time: a whole one is sent.
+        The file may be replaced (by renaming) at any time: what is uploaded is always complete.
         """
         if path.is_file():
             self.waiting.add(path)
             self.due.put(True)
 
     def close(self) -> None:
-        """Wait for the uploads that are left, up to `END_WAIT`, and name those that failed."""
+        """Wait up to `END_WAIT` for the remaining uploads, and name those that failed."""
         self.due.put(False)
         self.thread.join(END_WAIT)
         if lost := ", ".join(sorted({path.name for path in self.waiting | self.sending})):
@@ -191,20 +191,20 @@ class Store:
                 self._send_all()
 
     def _send_all(self) -> None:
-        """Send all files in ``waiting``. One that cannot be sent stays for the next call."""
+        """Upload all files in ``waiting``. If one fails, it stays there for the next call."""
         for path in sorted(self.waiting):
             self.sending = {path}
-            self.waiting.discard(path)  # a newer version may come meanwhile
+            self.waiting.discard(path)  # first, as a newer version may be added meanwhile
             try:
                 if self.system is None:
                     self.system, self.place = _connect(self.url)
-                # fsspec's own copy of a local file is visible before it is whole.
+                # fsspec's own copies of local files are visible before they are complete.
                 if isinstance(self.system, LocalFileSystem):
                     Path(self.place).mkdir(parents=True, exist_ok=True)
                     link_atomically(path, Path(self.place, path.name))
                 else:
                     self.system.put_file(str(path), f"{self.place}/{path.name}")
-            except Exception as error:  # of any kind: training continues
+            except Exception as error:  # whatever it is, training continues
                 self._warn(error)
                 self.waiting.add(path)
             else:

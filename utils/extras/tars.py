@@ -1,21 +1,21 @@
-"""Images in tar files, read in place: nothing is extracted.
+"""Read images directly from tar files, without extracting them.
 
-No option: used where DATA/train, val or test is a folder of tar files, such as the shards that
-`scripts/prepare_data.py shards` writes, or where DATA holds train.tar, ILSVRC2012_img_train.tar or
+No option: used if DATA/train, val or test is a folder of tar files, such as the shards that
+`scripts/prepare_data.py shards` writes, or if DATA contains train.tar, ILSVRC2012_img_train.tar or
 WebDataset's NAME-train-0000.tar instead. Interface: `Tars` is a `utils.folder.Source`. Without this
 file, tar files have to be extracted.
 
-The class of an image is
+The class of an image is the first of these that exists:
 
-- its label: KEY.cls, or "label" in KEY.json, beside the image KEY.jpg (WebDataset). A number is the
-  number of a line of classes.txt, beside the tar files or in DATA, counted from 0; without that
-  file it becomes a name of five digits;
-- else its folder in the tar file, below folders that all images have in common;
-- else the name of its tar file, if that is in another tar file or in a folder of tar files;
-- else, of ILSVRC2012_val_NNNNNNNN.JPEG, what the devkit or Kaggle's table in DATA says.
+- its label: KEY.cls, or "label" in KEY.json, beside the image KEY.jpg (WebDataset). If the label is
+  a number, it selects a line of classes.txt (beside the tar files or in DATA), counted from 0.
+  Without that file, the number is padded to five digits and becomes the name of the class;
+- its folder in the tar file, below the folders that all images share;
+- the name of its tar file, if that is in another tar file or in a folder of tar files;
+- for ILSVRC2012_val_NNNNNNNN.JPEG, the entry in the devkit or in Kaggle's table in DATA.
 
-The index is made of the headers alone, and kept like the list of an image folder. The order of
-images is that of the extracted folder. A name in a tar file is only a name: nothing is written.
+The index is read from the tar headers and cached like the list of an image folder. Images have the
+same order as in the extracted folder. Paths in tar files are safe, because nothing is written.
 """
 
 import io
@@ -46,12 +46,12 @@ CLASSES = "classes.txt"
 THREADS = 8  # a network disk serves many requests at once
 COMPRESSED = {".gz": "gunzip", ".tgz": "gunzip", ".bz2": "bunzip2", ".xz": "unxz", ".zst": "unzstd"}
 MAGIC = {b"\x1f\x8b": ".gz", b"BZ": ".bz2", b"\xfd7": ".xz", b"(\xb5": ".zst"}
-LARGEST_HEADER = 1 << 20  # bytes of a long name or of a label; a path has at most 4096
-LINKS = 40  # from link to link, at most, as in Linux
+LARGEST_HEADER = 1 << 20  # limit for a long name or a label, bytes; a path has at most 4096
+LINKS = 40  # links to follow, at most, as in Linux
 HEADER = struct.Struct("100s24x12s12x8s1s188x155s12x")  # name, size, checksum, type, prefix
-RECORD = np.dtype([("file", "<u2"), ("place", "<i8"), ("bytes", "<i8")])  # of each image
-NOWHERE = -1  # the place of a link that leads out of its tar file
-KEPT = "/"  # the name of the kept index, which no class can have
+RECORD = np.dtype([("file", "<u2"), ("place", "<i8"), ("bytes", "<i8")])  # for each image
+NOWHERE = -1  # the place of an image that is a link to somewhere outside its tar file
+KEPT = "/"  # the index's name in the cache; no class can have this name
 _SUFFIXES = tuple(suffix.encode() for suffix in SUFFIXES)
 
 Record = tuple[int, int, int]  # see `RECORD`
@@ -62,13 +62,13 @@ def _error(text: str) -> UserError:
 
 
 def tar_files(root: Path) -> list[Path]:
-    """The tar files that hold the part ``root`` (DATA/train, say), sorted; [] if none do.
+    """Return the tar files with the images of ``root`` (such as DATA/train), sorted; [] if none.
 
-    Raises: `UserError` for compressed ones, and for a missing shard.
+    Raises: `UserError` if they are compressed or a shard is missing.
     """
     if root.is_dir():
         with os.scandir(root) as entries:
-            # Tar files beside class folders: the folders were extracted from them.
+            # If there are class folders, they were extracted from the tar files.
             if any(entry.name[0] != "." and entry.is_dir() for entry in entries):
                 return []
         folder, patterns = root, [r"[^.].*\.tar"]
@@ -93,39 +93,39 @@ def _check_complete(folder: Path, names: list[str]) -> None:
     shards = filter(None, (re.fullmatch(r"(.*-)(\d+)(-of-(\d+)\.tar)", name) for name in names))
     for prefix, digits, end, count in {(m[1], len(m[2]), m[3], int(m[4])) for m in shards}:
         if missing := {f"{prefix}{i:0{digits}}{end}" for i in range(count)} - set(names):
-            text = f"{folder / min(missing)} is missing, of {count} tar files: finish its"
+            text = f"{folder / min(missing)} is missing (one of {count} tar files): finish its"
             raise _error(f"{text} preparation, or copy it again")
 
 
 def _compressed(path: Path, suffix: str) -> UserError:
     name, rename = shlex.quote(str(path)), ""
-    if path.suffix == ".tar":  # by its name
+    if path.suffix == ".tar":  # compressed in spite of its name
         name, rename = f"{name}{suffix}", f"mv {name} {name}{suffix} && "
     text = f"{path} is compressed, but images are read from the middle of a tar file"
     return _error(f"{text}: run `{rename}{COMPRESSED[suffix]} {name}` first")
 
 
 class Tars(Archive):
-    """The images in tar files, in the order in which the extracted folder would have them."""
+    """The images in tar files, in the order that the extracted folder would have."""
 
     def __init__(self, root: Path, classes: list[str], shows: bool = False):
-        """Read the index that an earlier run has kept, or make it. Opens all tar files.
+        """Load the cached index, or read all headers. Opens all tar files.
 
-        ``classes``: those to take, in this order. Raises: `UserError`.
+        ``classes``: the classes to use, in this order. Raises: `UserError`.
         """
         super().__init__(root, classes, _index_of(root, shows))
 
     @staticmethod
     def class_names(root: Path) -> list[str]:
-        """All classes, sorted. Raises: `UserError`."""
+        """Return all classes, sorted. Raises: `UserError`."""
         return _index_of(root, os.environ.get("LOCAL_RANK", "0") == "0").classes
 
     def path(self, image: int) -> str:
-        """The tar file, and the path in it."""
+        """Return the path of the tar file, joined with the path in it."""
         return os.path.join(self.stored(image)[0], self.name(image))
 
     def read(self, image: int) -> bytes:
-        """The image file. Raises: OSError."""
+        """Return the bytes of the image file. Raises: OSError."""
         if self.records[image]["place"] == NOWHERE:
             raise OSError("a link to an image that is not in this tar file")
         return super().read(image)
@@ -135,7 +135,7 @@ class Tars(Archive):
 
 
 def _index_of(root: Path, shows: bool) -> Index:
-    """The index of a part, from the cache if no file has changed since. Raises: `UserError`."""
+    """Return the index of a part, from the cache if no file has changed. Raises: `UserError`."""
     files = tar_files(root)
     tables = [path for folder in (root, root.parent) if (path := folder / CLASSES).is_file()][:1]
     used = files + tables + addons.validation_label_files(root.parent)
@@ -159,7 +159,7 @@ def _index_of(root: Path, shows: bool) -> Index:
 
 
 def _stamps(data: Path, files: list[Path]) -> dict[str, list[int]]:
-    """The time of the last change (0: just now) and the size of each file. Raises: `UserError`."""
+    """Return each file's last change (0: just now) and size. Raises: `UserError`."""
     try:
         return {
             str(path.relative_to(data)): [settled_mtime(str(path)), path.stat().st_size]
@@ -170,24 +170,24 @@ def _stamps(data: Path, files: list[Path]) -> dict[str, list[int]]:
 
 
 def _read_table(path: Path) -> list[str]:
-    """The lines of a classes.txt. Raises: `UserError`."""
+    """Return the lines of a classes.txt. Raises: `UserError`."""
     names = os.fsdecode(path.read_bytes()).rstrip("\n").replace("\r", "").split("\n")
     for number, name in enumerate(names):
         if not name or name[0] == "." or "/" in name or "\0" in name:
             raise _error(f"line {number + 1} of {path} is not the name of a class")
     if len(set(names)) < len(names):
         double = next(name for name in names if names.count(name) > 1)
-        raise _error(f"{path} has {double} twice: give each class a name of its own")
+        raise _error(f"{path} has {double} twice: give each class a different name")
     return names
 
 
 def _make_index(
     root: Path, files: list[Path], table: list[str], shows: bool
 ) -> tuple[dict[str, int], bytes]:
-    """Read all headers of ``files``, with several threads. ``table``: the lines of classes.txt.
+    """Read all headers of ``files`` with several threads. ``table``: the lines of classes.txt.
 
-    Returns: the number of images of each class, sorted by its name; and, class by class, the
-    records of all images, sorted by path, then their paths, each followed by a zero byte.
+    Returns: the number of images by class, sorted by name; and as bytes, first the records of all
+    images (by class, then by path), then their paths in the same order, each with a zero byte.
     """
     tars = [_Tar(path, number, 0, path.stat().st_size) for number, path in enumerate(files)]
     style = {"unit": "B", "unit_scale": True, "leave": False, "delay": 1}
@@ -211,14 +211,14 @@ def _make_index(
 
 
 def _by_class(root: Path, tars: list["_Tar"], table: list[str]) -> dict[bytes, dict[bytes, Record]]:
-    """The path CLASS/NAME and the record of each image, by class.
+    """Return the path CLASS/NAME and the record of each image, by class.
 
-    Of images with the same path the last one counts, as when the tar files are extracted.
+    If images have the same path, the last one counts, as it does when tar files are extracted.
     """
     lines = [os.fsencode(name) for name in table]
     classes: dict[bytes, dict[bytes, Record]] = {name: {} for name in lines}
     known, val_labels = set(lines), {}
-    plain: dict[bytes, Record] = {}  # whose class is a folder
+    plain: dict[bytes, Record] = {}  # images whose class is a folder
     labelled = []
 
     def add(path: bytes, record: Record) -> None:
@@ -244,8 +244,8 @@ def _by_class(root: Path, tars: list["_Tar"], table: list[str]) -> dict[bytes, d
                 add(val_labels[name.decode()].encode() + b"/" + name, record)
             elif root.is_dir():
                 plain[stem + b"/" + name] = record
-            # Else it is beside the class folders and does not belong to the data set.
-    # Tar files of a stream may number their images from 0 each.
+            # Else the image is beside the class folders and not part of the data set.
+    # Each shard may number its images from 0.
     unique = len({(label, name) for label, _, name, _ in labelled}) == len(labelled)
     for label, stem, name, record in labelled:
         add(b"/".join((label, name) if unique else (label, stem, name)), record)
@@ -261,23 +261,23 @@ def _by_class(root: Path, tars: list["_Tar"], table: list[str]) -> dict[bytes, d
 
 
 def _above_classes(images: Iterable[bytes], inner_tars: list[bytes]) -> bytes:
-    """The folders above those of the classes, which all ``images`` have in common: A/B/, or b""."""
+    """Return the folders above the class folders that all ``images`` share: b"A/B/", or b""."""
     folders = {posixpath.dirname(name) for name in images}
     above = posixpath.commonpath({posixpath.dirname(name) for name in folders} or [b""])
-    for tar in inner_tars:  # its name is that of a class, unless it is in folders of classes
+    for tar in inner_tars:  # an inner tar file is a class itself, unless it is in a class folder
         if (above + b"/").startswith(tar + b"/"):
             above = posixpath.dirname(tar)
     return above and above + b"/"
 
 
 def _unquoted(name: bytes) -> bytes:
-    """The name that `scripts/prepare_data.py shards` made ``name`` of."""
+    """Return the original path that `scripts/prepare_data.py shards` has encoded as ``name``."""
     path = unquote_to_bytes(name) if b"%" in name else name
     return name if b"\0" in path else path
 
 
 def _key(name: bytes) -> bytes:
-    """What all files of a sample have in common (WebDataset)."""
+    """Return the part of the name that all files of a WebDataset sample share."""
     folder, slash, file = name.rpartition(b"/")
     return folder + slash + file.partition(b".")[0]
 
@@ -291,7 +291,7 @@ def _label_in(document: bytes) -> bytes | None:
 
 
 def _class_of(label: bytes, lines: list[bytes], where: str) -> bytes:
-    """The class that a label means; ``lines``: those of classes.txt. Raises: `UserError`."""
+    """Return the class of a label. ``lines``: the lines of classes.txt. Raises: `UserError`."""
     if label.isdigit() and len(label) < 10:
         number = int(label)
         if not lines:
@@ -301,20 +301,20 @@ def _class_of(label: bytes, lines: list[bytes], where: str) -> bytes:
     elif label in lines or (not lines and not re.search(rb"^\.|[/\0\n]", label)):
         return label
     text = f"{where} has the label {os.fsdecode(label[:40])}"
-    raise _error(f"{text}, which is no line of {CLASSES}, nor a class")
+    raise _error(f"{text}, which is neither a line number of {CLASSES} nor a class")
 
 
 # ---- headers
 
 
 class _File(io.FileIO):
-    """A tar file that tarfile reads headers from."""
+    """A tar file from which tarfile reads headers."""
 
     def __init__(self, path: Path):
         super().__init__(path, opener=open_regular)
 
     def read(self, size: int) -> bytes:
-        """Raises: EOFError for less than ``size`` bytes, ValueError for more than a header has."""
+        """Read ``size`` bytes. Raises: EOFError if fewer are left; ValueError for a bad size."""
         if not 0 <= size <= LARGEST_HEADER:
             raise ValueError
         if len(data := super().read(size)) < size:
@@ -324,25 +324,25 @@ class _File(io.FileIO):
 
 @dataclass
 class _Tar:
-    """A tar file, or one inside another, from ``start`` to ``end``. All names are normalised."""
+    """A tar file, or one inside it, from byte ``start`` to ``end``. All names are normalised."""
 
     path: Path
     number: int
     start: int
     end: int
-    prefix: bytes = b""  # before all names: for a tar file in another one, its name without .tar
+    prefix: bytes = b""  # put before all names: an inner tar file's own name, without .tar
     images: dict[bytes, tuple[int, int]] = field(default_factory=dict)  # name: place, bytes
-    labels: dict[bytes, bytes] = field(default_factory=dict)  # by key: text of the label
+    labels: dict[bytes, bytes] = field(default_factory=dict)  # key: text of the label
     folders: set[bytes] = field(default_factory=set)
     inner: list["_Tar"] = field(default_factory=list)
 
     def where(self, name: bytes) -> str:
-        """What messages call a file, or the tar file itself."""
+        """Return the name of a file in it, or of the tar file itself (b""), for messages."""
         return os.path.join(self.path, os.fsdecode(name)) if name else str(self.path)
 
     def read(self, bar: tqdm) -> None:
         """Read all headers. Raises: `UserError`."""
-        links: dict[bytes, bytes] = {}  # images that are links: target
+        links: dict[bytes, bytes] = {}  # for images that are links: name, target
         self.folders |= {self.prefix} if self.prefix else set()
         try:
             file = _File(self.path)
@@ -382,11 +382,10 @@ class _Tar:
             self.images[name] = self.images.get(target, self.images[name])
 
     def _members(self, file: _File) -> Iterator[tarfile.TarInfo]:
-        """The members, in order.
+        """Yield the members in order.
 
-        Not by iterating over a TarFile: that keeps all members in memory, and takes a damaged
-        header for the end. Raises: `UserError` for a file that is damaged, incomplete, or holds
-        sparse files.
+        Iterating over a TarFile would keep all members in memory and treat a damaged header as the
+        end. Raises: `UserError` if the tar file is damaged or incomplete, or contains sparse files.
         """
         place, where = self.start, self.where(self.prefix)
         try:
@@ -397,7 +396,7 @@ class _Tar:
                     raise EOFError
                 file.seek(place)
                 member = _plain_file(file.read(BLOCK))
-                if member and not tar.pax_headers:  # which may say otherwise
+                if member and not tar.pax_headers:  # these can override a header
                     member.offset_data = place + BLOCK
                     tar.offset = place + BLOCK - (-member.size // BLOCK) * BLOCK
                 else:
@@ -410,7 +409,7 @@ class _Tar:
                     raise ValueError
                 place = tar.offset
                 if member.issparse():
-                    text = f"{where} holds the sparse file {member.name}: make it again without"
+                    text = f"{where} contains the sparse file {member.name}: pack it again without"
                     raise _error(f"{text} tar's option -S")
                 yield member
         except EOFError:
@@ -426,10 +425,10 @@ class _Tar:
 
 
 def _plain_file(header: bytes) -> tarfile.TarInfo | None:
-    """A regular file, if ``header`` is all about it. tarfile, which reads any, takes longer."""
+    """Parse the ``header`` of a regular file; None for others. tarfile is slower."""
     name, size, checksum, kind, prefix = HEADER.unpack(header)
     try:
-        expected = int(checksum.rstrip(b"\0 "), 8)  # with blanks in place of the checksum
+        expected = int(checksum.rstrip(b"\0 "), 8)  # of the header with blanks in its place
         if kind != b"0" or prefix.strip(b"\0") or sum(header) - sum(checksum) + 256 != expected:
             return None
         member = tarfile.TarInfo(name.partition(b"\0")[0].decode("utf-8", "surrogateescape"))
@@ -440,7 +439,7 @@ def _plain_file(header: bytes) -> tarfile.TarInfo | None:
 
 
 def _normalised(name: bytes) -> bytes:
-    """A name in a tar file, without what a path may have besides names; b"" if it is hidden."""
+    """Remove leading, empty, "." and ".." parts of a path in a tar file; b"" if it is hidden."""
     if name[:1] not in b"./" and b"/." not in name and b"//" not in name:
         return name.rstrip(b"/")
     parts = [part for part in name.split(b"/") if part not in (b"", b".", b"..")]
@@ -448,5 +447,5 @@ def _normalised(name: bytes) -> bytes:
 
 
 def _bytes(name: str) -> bytes:
-    """A name as it is in the tar file, up to a zero byte."""
+    """Return a name as stored in the tar file, up to a zero byte."""
     return name.encode("utf-8", "surrogateescape").partition(b"\0")[0]

@@ -1,7 +1,7 @@
-"""Models of timm, beside torchvision's: ``-a NAME``, where timm is installed.
+"""timm's models in addition to torchvision's: ``-a NAME``, if timm is installed.
 
-Interface, for `utils.models`: the names of models, a model, and the preprocessing that its
-published weights expect. Without this file, torchvision's models remain.
+Interface, for `utils.models`: `names`, `create`, and `preprocessing`, which the published weights
+expect. Without this file, only torchvision's models are available.
 """
 
 from typing import Any
@@ -14,12 +14,12 @@ from utils.preprocessing import Preprocessing, nearest_interpolation
 
 
 def names() -> list[str]:
-    """All of timm's model names."""
+    """Return the names of all timm models."""
     return timm.list_models()
 
 
 def preprocessing(arch: str) -> Preprocessing | None:
-    """The preprocessing that the published weights of ``arch`` expect; None if there are none."""
+    """Return the preprocessing that the published weights of ``arch`` expect; None without any."""
     if not timm.is_model_pretrained(arch):
         return None
     config = timm.get_pretrained_cfg(arch)
@@ -32,7 +32,7 @@ def preprocessing(arch: str) -> Preprocessing | None:
 def create(
     arch: str, classes: int, image_size: int, pretrained: bool, drop_path: float | None
 ) -> nn.Module:
-    """See `utils.models.create`."""
+    """Create a timm model; see `utils.models.create`."""
     options: dict[str, Any] = {"pretrained": pretrained, "num_classes": classes}
     if drop_path is not None:
         options["drop_path_rate"] = drop_path
@@ -41,7 +41,8 @@ def create(
     except TypeError as error:
         if drop_path is None:
             raise
-        raise UserError(f"--drop-path: {arch} takes none ({error})", on_every_rank=True) from error
+        text = f"--drop-path: {arch} does not support it ({error})"
+        raise UserError(text, on_every_rank=True) from error
     positions = getattr(model, "pos_embed", None)
     own_size = getattr(getattr(model, "patch_embed", None), "img_size", None)
     if isinstance(positions, nn.Parameter) and own_size not in (None, (image_size, image_size)):

@@ -1,7 +1,7 @@
-"""``--tracker wandb``: the curves, options and first batch of a run in Weights & Biases as well.
+"""``--tracker wandb``: also send a run's curves, options and first batch to Weights & Biases.
 
-Interface: `Run.curves`, `Run.pictures` and `Run.at_end`, in rank 0. No error of the tracker ends a
-training. Without this file: TensorBoard alone.
+Interface: functions in `Run.curves`, `Run.pictures` and `Run.at_end`, in rank 0. Errors of the
+tracker never end a training. Without this file, curves go only to TensorBoard.
 """
 
 import logging
@@ -20,9 +20,9 @@ from utils.tensorboard import STEP_TAGS
 
 log = logging.getLogger(__name__)
 
-WAIT = 60.0  # seconds, for an answer at the start and for the last uploads at the end
-LAG = 30.0  # seconds after which wandb has written or sent what it got; measured: under 20
-X = "epoch"  # of all curves; wandb's own steps cannot be repeated after a resume
+WAIT = 60.0  # seconds to wait for an answer at the start, and for the last uploads at the end
+LAG = 30.0  # seconds after which wandb has saved or sent a point; measured: under 20
+X = "epoch"  # x axis of all curves; wandb's own step numbers cannot go back after a resume
 
 
 def check() -> None:
@@ -32,17 +32,17 @@ def check() -> None:
 
 
 class Tracker:
-    """``run`` in Weights & Biases. After an error, which is a warning, nothing more is sent."""
+    """A ``run`` in Weights & Biases. After the first error, it logs a warning and sends no more."""
 
     def __init__(self, run: Any):
-        """Call it before points are cut off the event files of a resumed run."""
+        """Create it before a resumed run cuts points off its event files, which are read here."""
         self.wandb, self.sent, hook = None, {}, sys.excepthook
         self._try(self._open, run)
-        sys.excepthook = hook  # errors are one line here
+        sys.excepthook = hook  # undo wandb's hook: this suite prints errors as one line
         run.curves.append(lambda tags, x: self._try(self._draw, tags, x))
         run.pictures.append(lambda *picture: self._try(self._show, *picture))
         run.at_end.append(self.close)
-        # Also after an error: `launch.run_main` ends a process this way.
+        # Close it after errors as well: `launch.run_main` calls finalizers.
         multiprocessing.util.Finalize(None, self.close, exitpriority=0)
 
     def _try(self, call: Any, *values: Any) -> None:
@@ -50,7 +50,7 @@ class Tracker:
             return
         try:
             call(*values)
-        except Exception as error:  # no network, no login, whatever it is: training continues
+        except Exception as error:  # no network, no login, ...: training continues
             self.wandb = None
             text = " ".join(f"{error}".split())[:200] or type(error).__name__
             log.warning(f"wandb cannot be used ({text}): training continues without it")
@@ -61,8 +61,8 @@ class Tracker:
         file = run.folder / "wandb.id"  # a resumed run keeps its id
         for path in sorted(run.folder.glob("events.out.tfevents.*")) if file.exists() else ():
             events = list(LegacyEventFileLoader(str(path)).Load())
-            # When a training is killed, wandb's own process may lose the last points: those are
-            # sent again.
+            # If training was killed, wandb's own process may have lost the last points. Send them
+            # again.
             early = (one for one in events if one.wall_time < events[-1].wall_time - LAG)
             self.sent |= {value.tag: one.step for one in early for value in one.summary.value}
         if not file.exists():

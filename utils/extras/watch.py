@@ -1,15 +1,15 @@
-"""The parts of a step (``Time/...``), readings of GPU and CPU, memory. Always on.
+"""Measure the parts of a step (``Time/...``), GPU and CPU utilisation, and memory. Always on.
 
-Interface: `Watch`, which `utils.epoch.Meter` calls; ``--dummy`` uses `StepTimer`, too.
-Without this file, these curves and the notes about them are missing; a step's whole time stays.
+Interface: `Watch`, which `utils.epoch.Meter` calls; ``--dummy`` also uses `StepTimer`. Without this
+file, only the total time of a step is recorded: no parts, no hardware curves, no notes about them.
 
-A step has three parts: waiting for data, compute, and exposed communication. Measuring makes no
-step wait for the device: on a GPU the marks are CUDA events, read when they have passed; on the CPU
-they are readings of the clock. Two marks are set within backward by callbacks of autograd: when all
-local gradients are there, and when DistributedDataParallel has seen the last bucket's all-reduce.
-The time between them is the communication that compute does not overlap, with the wait for slower
-processes. The reduction itself is not changed, so weights stay equal bit for bit. A sharded model
-communicates throughout the step: there this part is not measured, and counts as compute.
+A step has three parts: waiting for data, compute, and exposed communication. No step waits for the
+device because of these measurements: on a GPU they are CUDA events, read once they are done; on the
+CPU they are readings of the clock. During backward, callbacks of autograd set two marks: when all
+local gradients are ready, and when the all-reduce of DistributedDataParallel's last bucket is done.
+The time between them is communication not overlapped by compute, including the wait for slower
+processes. The reduction is not changed, so weights stay bit-identical. A sharded model communicates
+throughout the step: this part is then not measured, and counts as compute.
 """
 
 import contextlib
@@ -35,10 +35,10 @@ from utils.world import gather, is_sharded, local
 
 log = logging.getLogger(__name__)
 
-SECONDS = 1.0  # between samples of the hardware
-ENOUGH = 30  # samples; a median of fewer says little
+SECONDS = 1.0  # seconds between samples of the hardware
+ENOUGH = 30  # samples needed for a meaningful median
 GIB = 2**30
-# Tags, the functions of torch.cuda that measure them (by NVML), and factors for their values.
+# Tags, the torch.cuda functions (based on NVML) that measure them, and factors for the values.
 GPU = {
     "GPU/utilisation": ("utilization", 1.0),  # per cent
     "GPU/memory_gb": ("device_memory_used", 1 / GIB),
@@ -51,9 +51,9 @@ GPU = {
 
 
 class Reading(float):
-    """A reading of the clock, with the methods of a CUDA event.
+    """A reading of the clock with the methods of a CUDA event, for training on a CPU.
 
-    It marks a time on the CPU, where calls return when their work is done.
+    There, calls return only when their work is done.
     """
 
     def query(self) -> bool:
@@ -70,27 +70,27 @@ Interval = tuple[str, Mark, Mark]  # part of a step, begin, end
 class StepTimer:
     """Times the micro-batches of one process.
 
-    Calls in an epoch: `start`; for each micro-batch `begin`, the training step, `end`, and `wait`
-    after printed lines, which are no part of a step; finally `stop`. ``total`` has the
-    number of "steps" and the seconds of their parts: "data", "compute", "communication" and, under
-    DDP, "own", the part of compute until this process's gradients are there.
+    Call order in an epoch: `start`; for each micro-batch `begin`, the training step and `end`; then
+    `stop`. Call `wait` after printing, so that this time does not count. ``total`` has the number
+    of "steps" and the seconds of their parts: "data", "compute", "communication" and, under DDP,
+    "own", the part of compute until this process's gradients are ready.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, distributed: bool):
         self.device, self.sharded = device, is_sharded(model)
-        self.total, self.since = Counter(), Counter()  # since the start; since the last `recent`
+        self.total, self.since = Counter(), Counter()  # since `start`; since the last `recent`
         self.pending: deque[tuple[list[Interval], bool]] = deque()
-        self.now: list[Interval] | None = None  # of the micro-batch that computes
-        self.last: Mark | None = None  # the device waits for data since then
+        self.now: list[Interval] | None = None  # of the current micro-batch
+        self.last: Mark | None = None  # since then, the device has waited for data
         self.queued = False
         if distributed and not self.sharded:
-            # The gradients of the last layer come first. Any would do: DDP waits for all of them.
+            # Backward reaches the last layer first. Any layer would do: DDP waits for all of them.
             trained = [weight for weight in model.parameters() if weight.requires_grad]
             for weight in trained[-2:]:
                 weight.register_post_accumulate_grad_hook(self._first_gradient)
 
     def mark(self) -> Mark:
-        """Mark the current place in the device's work."""
+        """Mark the current position in the device's work."""
         if self.device.type == "cpu":
             return Reading(time.perf_counter())
         event = torch.cuda.Event(enable_timing=True)
@@ -98,17 +98,17 @@ class StepTimer:
         return event
 
     def start(self) -> None:
-        """An epoch begins."""
+        """Call this when an epoch begins."""
         self.total, self.since = Counter(), Counter()
         self.wait()
 
     def begin(self) -> None:
-        """The data of a micro-batch have arrived, and its computation begins."""
+        """Call this when the data of a micro-batch have arrived and its computation begins."""
         if self.last is not None:
             self.now, self.queued = [("data", self.last, self.mark())], False
 
     def end(self, update: bool) -> None:
-        """All work of a micro-batch has been started; with ``update`` it ended a step."""
+        """Call this when a micro-batch's work has been launched. ``update``: it ends a step."""
         if self.now is None:
             return
         self.last = self.mark()
@@ -119,18 +119,18 @@ class StepTimer:
             self._add(*self.pending.popleft())
 
     def wait(self) -> None:
-        """The next batch is requested; lines may have been printed since `end`."""
+        """Call this when the next batch is requested. The time since `end` does not count."""
         self.last = self.mark()
 
     def stop(self) -> dict[str, float]:
-        """The epoch has ended and the device is idle. Returns: mean seconds per step by part."""
+        """End the epoch; the device must be idle. Returns: mean seconds per step of each part."""
         while self.pending:
             self._add(*self.pending.popleft())
         self.now = self.last = None
         return _per_step(self.total)
 
     def recent(self) -> dict[str, float]:
-        """The same since the last call. A GPU's last steps are not in it yet."""
+        """Return the mean parts since the last call, without steps that a GPU has not finished."""
         since, self.since = self.since, Counter()
         return _per_step(since)
 
@@ -139,16 +139,16 @@ class StepTimer:
         for part, begin, end in intervals:
             times[part] += begin.elapsed_time(end) / 1000
         if not self.sharded:
-            times["communication"] += 0.0  # measured, also where there was none
-            times["compute"] -= times["communication"]  # which is within its interval
+            times["communication"] += 0.0  # record 0 if there was none
+            times["compute"] -= times["communication"]  # its interval is part of compute's
         self.total.update(times)
         self.since.update(times)
 
     def _first_gradient(self, weight: torch.Tensor) -> None:
-        """Backward has reached the model: have its end marked.
+        """Backward has begun: queue callbacks that mark its end and the end of communication.
 
-        DDP queues its own callback later; that one waits for the buckets. What a callback queues
-        comes last.
+        DDP's own callback waits for the buckets. It is queued after the first one here, and before
+        the second, which the first one queues when it runs.
         """
         if self.now is None or self.queued:
             return
@@ -164,7 +164,7 @@ class StepTimer:
 
 
 def _per_step(times: Counter) -> dict[str, float]:
-    """Mean seconds of the measured parts; empty if there was no step."""
+    """Return the mean seconds of the measured parts; empty if there was no step."""
     steps = times["steps"]
     return {part: times[part] / steps for part in times if part != "steps" and steps}
 
@@ -173,34 +173,34 @@ def _per_step(times: Counter) -> dict[str, float]:
 
 
 def read_gpu(device: torch.device) -> dict[str, float]:
-    """The values of the sensors that this GPU has, by the tags of `GPU`."""
+    """Return the values of this GPU's sensors, by the tags of `GPU`."""
     values = {}
     for tag, (name, factor) in GPU.items():
-        with contextlib.suppress(Exception):  # a missing sensor raises errors of many kinds
+        with contextlib.suppress(Exception):  # a missing sensor causes many types of error
             values[tag] = factor * getattr(torch.cuda, name)(device)
     return values
 
 
 def cpu_ticks() -> tuple[int, int]:
-    """Clock ticks so far of the cores that this process may use: idle ones, and all."""
+    """Return the idle and total clock ticks so far of the cores that this process may use."""
     lines = map(str.split, Path("/proc/stat").read_text().splitlines())
     cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
-    # user, nice, system, idle, iowait, irq, softirq, steal; guests are in user.
+    # user, nice, system, idle, iowait, irq, softirq, steal; user includes guests.
     ticks = [[int(text) for text in counts[:8]] for name, *counts in lines if name in cores]
     return sum(one[3] + one[4] for one in ticks), sum(map(sum, ticks))
 
 
 def tensor_bytes(session: Session) -> dict[str, float]:
-    """Bytes of this process's tensors, each counted once, by what they are for.
+    """Return the bytes of this process's tensors by purpose. Each tensor is counted once.
 
-    "optimizer" is its state and, where it has them, the float32 masters of the parameters;
-    "activations", on a GPU, are the rest of the peak.
+    "optimizer" is the optimiser's state and, if it has any, the float32 masters of the parameters.
+    "activations" (GPU only) is the rest of the peak memory.
     """
     model, optimizer = session.state.model, session.state.optimizer
     weights = list(model.parameters())
     known = {id(weight) for weight in weights}
     masters = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
-    entries = filter(None, optimizer.state.values())  # ZeRO's are None in other processes
+    entries = filter(None, optimizer.state.values())  # with ZeRO, those of other processes are None
     kept = [x for entry in entries for x in entry.values() if torch.is_tensor(x)]
     tensors = {
         "parameters": [*weights, *model.buffers()],
@@ -240,7 +240,7 @@ class Watch(StepTimer):
             values = {"CPU/memory_gb": resident * os.sysconf("SC_PAGE_SIZE") / GIB}
             ticks = cpu_ticks()
             idle, total = map(operator.sub, ticks, self.ticks)
-            if total > 0:  # else no tick has passed
+            if total > 0:  # else keep the old ticks
                 self.ticks = ticks
                 values["CPU/utilisation"] = 100 * (1 - idle / total)
             if self.device.type == "cuda":
@@ -250,21 +250,21 @@ class Watch(StepTimer):
             return self.samples
 
     def timed(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        """The batches that are left of an epoch, with the clock of a step around each."""
-        self.sample()  # the CPU's is a difference: it starts here
+        """Yield the remaining batches of an epoch and time the steps."""
+        self.sample()  # CPU utilisation is a difference; this is its start
         self.samples = defaultdict(list)
         self.start()
         for batch in batches:
             self.begin()
             yield batch
-            if batch.ends_step:  # what came after the step itself is no part of it
+            if batch.ends_step:  # leave out the time after the step, such as printing
                 self.wait()
 
     def end_epoch(self) -> dict[str, float]:
-        """The epoch's tags of all processes. Collective; the device must be idle.
+        """Return the epoch's tags of all processes. Collective; the device must be idle.
 
-        Times are means over the processes, so that they add up to a step. Samples are the mean of
-        each process; of memory, the largest. "busy" is the idlest GPU's median utilisation.
+        Times are means over the processes, so that the parts add up to a step. Each process's
+        samples are averaged (memory: maximum). "busy" is the idlest GPU's median utilisation.
         """
         samples, self.samples = self.sample(), defaultdict(list)
         tags = {tag: max(x) if "memory" in tag else fmean(x) for tag, x in sorted(samples.items())}
@@ -281,6 +281,6 @@ class Watch(StepTimer):
         return values | {"busy": min(medians)}
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self.closing.set()
         self.thread.join()
