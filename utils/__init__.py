@@ -1,1 +1,1 @@
-"""What the training scripts have in common. Imports point downward only; see README.md here."""
+"""Code shared by the training scripts. Imports point downward only; see README.md here."""

@@ -97,7 +97,7 @@ def unnamed_files(folder: Path) -> list[Path]:
 def remove_leftovers(folder: Path, recursive: bool = False) -> None:
     """Remove the temporary files that a killed process has left in ``folder``.
 
-    ``recursive``: in all folders below it, too. Raises: OSError.
+    ``recursive``: also in all folders below it. Raises: OSError.
     """
     for path in folder.glob("**/.*.tmp" if recursive else ".*.tmp"):
         path.unlink(missing_ok=True)

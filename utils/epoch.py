@@ -272,8 +272,8 @@ def measure(session: Session, predict: Predict, batches: Batches) -> dict[str, f
     error = bad.error() if bad.too_many else None
     if not (error or count or (stop and stop.reason)):
         error = UserError(
-            f"none of the {len(bad.source)} images in {bad.source.root} could be read, the last "
-            f"one {bad.source.path(max(bad.seen))}: check the disk and the copy of the data set",
+            f"none of the {len(bad.source)} images in {bad.source.root} could be read, such as "
+            f"{bad.source.path(max(bad.seen))}: check the disk and the copy of the data set",
             on_every_rank=True,
         )
     if error and not stop:

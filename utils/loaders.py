@@ -223,8 +223,8 @@ class BadFiles:
         """The error for too many files, to raise in every rank after `share`."""
         last = self.source.path(list(self.seen)[-1])
         return UserError(
-            f"more than {self.limit} image files could not be read (--max-bad-files), the last "
-            f"one {last}: check the disk and the copy of the data set",
+            f"more than {self.limit} image files could not be read (--max-bad-files), most "
+            f"recently {last}: check the disk and the copy of the data set",
             on_every_rank=True,
         )
 

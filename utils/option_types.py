@@ -123,7 +123,7 @@ def batch_range(text: str) -> str:
 def http(text: str) -> str:
     """The URL of a service."""
     if not text.startswith(("http://", "https://")):
-        problem = f"{text} is not an http:// URL; the option goes after DATA"
+        problem = f"{text} is not an http:// URL: to omit it, put the option after DATA"
         raise argparse.ArgumentTypeError(problem)
     return text
 

@@ -1,4 +1,4 @@
-"""What a run prints before and after training, and what summary.json holds."""
+"""The lines that a run prints before and after training, and the content of summary.json."""
 
 import logging
 import shlex
@@ -22,7 +22,7 @@ PARTS = ("data", "compute", "communication")  # of a step, see `utils.extras.wat
 
 
 def start(session: Session) -> None:
-    """Print what is about to be trained: processes, global batch, steps, learning rate."""
+    """Print the set-up of the training: processes, global batch, steps, learning rate."""
     args, world, state, run = session.args, session.world, session.state, session.run
     sampler, global_batch, val = session.train.sampler, session.global_batch, session.loaders.val
     log.info(

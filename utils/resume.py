@@ -57,12 +57,12 @@ def load(
                 f"note: {path} is not a snapshot: only its weights are loaded, and training begins "
                 f"at epoch {args.start_epoch or 0}",
             ]
-        changed, begun_anew = changed_options(content["options"], args), {"model"}
+        changed, restarted = changed_options(content["options"], args), {"model"}
         if args.start_epoch is not None and {*changed} & {*_OPTIMISER}:
-            begun_anew.add("optimizer")
+            restarted.add("optimizer")
         content["scaler"] = _loss_scale(content["scaler"], state.scaler.state_dict())
         for name, part in state.parts.items():
-            if name in begun_anew or content.get(name) is None:
+            if name in restarted or content.get(name) is None:
                 continue
             try:
                 part.load_state_dict(content[name])

@@ -50,6 +50,6 @@ class Training(Session):
     stop: StopRequest
     watch: Any  # see `addons.watch`
     snapshots: SnapshotWriter | None  # only in rank 0
-    show_status: Callable[..., None]  # of (phase, figures): see `addons.status`
+    show_status: Callable[..., None]  # takes (phase, figures), see `addons.status`
     print_freq: int  # steps between printed lines, the same in all ranks
     first_epoch: int  # the first one that this process trains

@@ -40,7 +40,7 @@ class World:
 
     @property
     def slice(self) -> int:
-        """Which slice of each global batch this process trains on, 0 to ``slices`` - 1."""
+        """The slice of each global batch that this process trains on, 0 to ``slices`` - 1."""
         return self.rank
 
     @property
@@ -157,7 +157,7 @@ def choose_kernels(device: torch.device) -> None:
 
 
 def broadcast_from_rank0(compute: Callable[[], Any], world: World) -> Any:
-    """Compute something in rank 0 alone and give its (picklable) result to every process.
+    """Compute something only in rank 0 and give its (picklable) result to every process.
 
     A `UserError` raised in rank 0 is raised in every process, so that all exit together.
     """
