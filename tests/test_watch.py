@@ -150,7 +150,7 @@ def test_curves_summary_and_trace_of_two_processes(folder, tmp_path):
     ("seconds", "comm", "advised"),
     [
         (0.09, "fp32", []),
-        (0.45, "fp32", ["45% of each step; try the option that", "or --comm fp16:", " 29% more"]),
+        (0.45, "fp32", ["45% of each step; try the option that", "or --comm fp16 (about 29% more"]),
         (0.45, "int8", ["45% of each step; try a larger -b"]),
     ],
 )
