@@ -8,13 +8,13 @@
 Prints a Markdown table. It includes timm, DALI and SPDL if they are installed; SPDL also needs
 FFmpeg's libraries (apt-get install ffmpeg). The pipelines take turns, so that a change of the
 machine's speed affects all of them. Figures are medians over the rounds. Ratios compare CPU time,
-which other programs disturb least. A faster pipeline makes more batches per round, so that all take
-about as long. CPU time includes the workers, from start to end, and this process, which receives
-the batches. With -j 0 one thread of this process makes them.
+which depends least on other programs. A faster pipeline makes more batches per round, so that each
+pipeline runs equally long. CPU time includes the workers, from start to end, and this process,
+which receives the batches. With -j 0 one thread of this process makes the batches.
 
---latency simulates a slow disk. It delays each open, each stat by name, and each read that Linux's
-read-ahead of 128 KB would not have served, by this many milliseconds. A preloaded library does this
-(scripts/bench/latency.c, compiled with cc). With --latency, ratios compare images/s.
+--latency simulates a slow disk. It adds this many milliseconds to each open, to each stat by name,
+and to each read that Linux's read-ahead of 128 KB would not have served. A preloaded library does
+this (scripts/bench/latency.c, compiled with cc). With --latency, ratios compare images/s.
 """
 
 import argparse
@@ -44,7 +44,7 @@ from utils.samplers import Batch, epoch_order
 
 BATCH = 64
 IDLE_SECONDS = 0.05
-MOST = 12  # times the batches of the first row
+MOST = 12  # limit of a row's batches, as a multiple of the first row's
 LATENCY, SLOW_PATHS = "LATENCY_US", "LATENCY_PATHS"  # read by scripts/bench/latency.c
 FORMS = {"originals": "folder", "shards": "tar files"}
 EXAMPLES = "pytorch/examples"
@@ -53,7 +53,7 @@ COLUMNS = {
     "CPU ms per image": ("cpu_ms", ".2f"),
     "images/s per core": ("per_core", ".0f"),
 }
-Row = tuple[pipelines.Pipeline, Source, float]  # what a row of the table measures; latency in ms
+Row = tuple[pipelines.Pipeline, Source, float]  # the float: latency in ms
 
 
 def main() -> int:
@@ -114,7 +114,7 @@ def parse() -> argparse.Namespace:
     add("--latency", type=list_of(number(float, 0, 1000)), metavar="MS,MS", help=text)
     text = "images to make without DATA (1500)"
     add("--images", type=positive, default=1500, metavar="N", help=text)
-    text = "folder of photographs to cut them from; default: those of the Debian packages "
+    text = "folder of photographs to cut the images from; default: those of the Debian packages "
     text += ", ".join(photographs.PACKAGES)
     add("--photographs", type=Path, metavar="DIR", help=text)
     cache, text = ROOT / "data/bench", "folder for these images and copies (%(default)s)"
@@ -123,7 +123,7 @@ def parse() -> argparse.Namespace:
 
 
 def made_images(args: argparse.Namespace) -> Path:
-    """The folder of images cut out of photographs, made if it does not exist."""
+    """Return the folder of images cut out of photographs; make it if it does not exist."""
     files = photographs.find(args.photographs)
     if not files:
         place = f"in {args.photographs}" if args.photographs else "on this machine"
@@ -136,13 +136,13 @@ def made_images(args: argparse.Namespace) -> Path:
 
 
 def time_it(pipeline: pipelines.Pipeline, batches: list[Batch], workers: int) -> tuple[float, ...]:
-    """CPU seconds and seconds that the batches take, including what threads prefetch meanwhile."""
+    """Return CPU seconds and seconds for the batches, including prefetches by threads."""
     cpu, wall = rounds.cpu_seconds(), time.perf_counter()
     iterator = pipeline(batches, workers)
     for _ in iterator:
         pass
     wall = time.perf_counter() - wall
-    del iterator  # with it the workers end
+    del iterator  # ends the workers
     used = -1.0
     while time.process_time() - used > IDLE_SECONDS / 10:
         used = time.process_time()
@@ -167,7 +167,7 @@ def compare(rows: dict[str, Row], args: argparse.Namespace) -> str:
         figures = {"cpu_ms": 1000 * cpu / images, "images_per_s": images / wall}
         return figures | {"per_core": images / cpu, "wall_s": wall}
 
-    # The first round warms up, and shows how many batches take as long as the first row's.
+    # The first round warms up. Its times give the number of batches for the other rounds.
     warm = {name: one["wall_s"] for name, (one,) in rounds.measure(rows, 1, figures_of).items()}
     for name, wall in warm.items():
         longer = min(max(next(iter(warm.values())) / wall, 1), MOST)

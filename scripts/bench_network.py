@@ -3,7 +3,7 @@
 
     sudo .venv/bin/python scripts/bench_network.py --nodes 2,4 --gbit 1 -- -a resnet18 -b 8
 
-or, between real machines, the same command on each with its own --rank:
+Between real machines, run the same command on each, with its own --rank:
 
     python scripts/bench_network.py --nodes 2 --master 172.31.0.10 --rank 0 -- -a resnet50 -b 64
 
@@ -52,7 +52,7 @@ from utils.errors import UserError, exit_with
 from utils.option_types import list_of, number, positive
 
 METHODS = "fp32,fp16,int8,int4,powersgd:4"
-ALONE = "alone"  # one node
+ALONE = "alone"  # the case with one node
 PORT = 29555
 # compute_s: seconds that one T4 computes per step with AMP, estimated from published images/s:
 # 160 of VGG-19, 400 of ResNet-50.
@@ -101,22 +101,22 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     counts, above_0 = list_of(number(int, 2)), number(float, 0, exclusive=True)
     text = "numbers of nodes, such as 2,4,8 (2)"
     add("--nodes", default=[2], type=counts, metavar="LIST", help=text)
-    text = "of --comm (%(default)s)"
+    text = "values of --comm to compare (%(default)s)"
     add("--methods", default=METHODS, type=methods, metavar="LIST", help=text)
     add("--rounds", type=positive, default=3, metavar="N", help="runs of each case (%(default)s)")
-    text = "longest run; one that takes longer ends the benchmark (%(default)s)"
+    text = "time limit of a run; a longer run ends the benchmark (%(default)s)"
     add("--limit", type=positive, default=600, metavar="SECONDS", help=text)
     text = "rates of the simulated links in Gbit/s, such as 7.5,25 (10)"
     add("--gbit", type=list_of(above_0), default=[10.0], metavar="LIST", help=text)
     text = f"nodes sleep instead of computing this model: {', '.join(MODELS)}"
     add("--sleep", choices=MODELS, metavar="MODEL", help=text)
-    text = "with --sleep: factor of time (%(default)s)"
+    text = "with --sleep: make sleeps N times longer (%(default)s)"
     add("--slow-down", type=positive, default=16, metavar="N", help=text)
-    text = "with --sleep: factor of size (%(default)s)"
+    text = "with --sleep: make tensors N times smaller (%(default)s)"
     add("--shrink", type=positive, default=16, metavar="N", help=text)
     add = parser.add_argument_group("between real machines").add_argument
     add("--master", metavar="IP", help="address of node 0; links are not limited")
-    add("--rank", type=number(int, 0), default=0, metavar="R", help="of this node")
+    add("--rank", type=number(int, 0), default=0, metavar="R", help="rank of this node")
     add("--port", type=positive, default=PORT, help="port on node 0 (%(default)s)")
     args = parser.parse_args(argv[:end])
     args.options = argv[end + 1 :]
@@ -140,7 +140,7 @@ def methods(text: str) -> list[str]:
 def measure(gbit: float, nodes: int, args: argparse.Namespace) -> dict[str, list[rounds.Figures]]:
     """The figures of `ALONE` and all methods, by round. Raises: `UserError` if one fails."""
     with contextlib.ExitStack() as stack:
-        prefixes: list[Sequence[str]] = [()]  # of the commands of local nodes
+        prefixes: list[Sequence[str]] = [()]  # one for the command of each local node
         if not args.master:
             spaces = stack.enter_context(namespaces.network(nodes))
             prefixes = [one.enter for one in spaces]
@@ -150,7 +150,7 @@ def measure(gbit: float, nodes: int, args: argparse.Namespace) -> dict[str, list
         url = f"tcp://{args.master or namespaces.address(0)}:{args.port}"
 
         def run(words: list[str], count: int = nodes) -> str:
-            """Run a command on each local node, with one thread. Returns: what rank 0 prints."""
+            """Run a command on each local node, with one thread. Returns: rank 0's output."""
             env = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
             each = [
                 [*prefix, sys.executable, *(word.replace("{rank}", str(rank)) for word in words)]
@@ -180,7 +180,7 @@ def measure(gbit: float, nodes: int, args: argparse.Namespace) -> dict[str, list
 
 
 def recommend(measured: dict[str, list[rounds.Figures]]) -> str:
-    """The option to use, and what it saves."""
+    """Name the option to use, and the time that it saves."""
     from utils.extras import compress
 
     names = sorted(measured, key=compress.exactness, reverse=True)

@@ -14,11 +14,11 @@ options of the loop as NAME=VALUE, such as compile=max-autotune or comm=int8.
 Without --data, the bench times the training step alone, on one batch that is used again and again.
 With --data, it trains an epoch on image files. Each case then trains on few images,
 and again on more. Only the difference counts, so start-up and evaluation are not included. --peer
-adds a script of another project; {data} in its command is replaced by the folder.
+adds another project's script; the bench replaces {data} in its command by the folder.
 
 Each ratio compares a case with the first one, and is the median over the rounds. On a CPU it
-compares CPU time, which other programs disturb least; on a GPU, images/s. All cases get --threads
-threads. Nothing else is tuned.
+compares CPU time, which depends least on other programs. On a GPU it compares images/s. All cases
+get --threads threads. Nothing else is tuned.
 
 Exit code 75: the machine is too slow or too busy to measure any case.
 """
@@ -66,7 +66,7 @@ COLUMNS = {
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and end the case
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the case, too
     check_gpus()
     print(page(measure(args), args))
     return 0
@@ -86,7 +86,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--rounds", type=positive, default=3, metavar="N", help="runs of each case (%(default)s)")
     text = "threads per process (%(default)s)"
     add("--threads", type=positive, default=launch.usable_cores(), help=text)
-    text = "longest run of a case; a case that takes longer is left out (%(default)s)"
+    text = "time limit of a run; a case that takes longer is left out (%(default)s)"
     add("--limit", type=positive, default=1800, metavar="SECONDS", help=text)
     add = parser.add_argument_group("from image files").add_argument
     add("--data", type=Path, metavar="DATA", help="folder with train/ and val/")
@@ -102,10 +102,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def command(case: str, args: argparse.Namespace, out: Path, data: Path | None = None) -> list[str]:
-    """The command that times a case's step, or trains an epoch on ``data``. Raises: `UserError`."""
+    """Build the command that times a step, or trains an epoch on ``data``. Raises: `UserError`."""
     kind, *words = case.split("+")
     if kind not in SCRIPTS | PEERS:
-        raise UserError(f"--cases: {kind!r} is no loop: {', '.join(SCRIPTS | PEERS)}")
+        raise UserError(f"--cases: {kind!r} is not one of {', '.join(SCRIPTS | PEERS)}")
     alone = kind in ("nd", "dp")  # without torchrun
     processes = 0 if alone or kind in PEERS else 1
     options = ["-a", args.arch, "-b", str(args.batch_size), "--image-size", str(args.image_size)]
@@ -141,7 +141,7 @@ def run(words: list[str], args: argparse.Namespace, folder: Path = ROOT) -> str:
 
 
 def measure(args: argparse.Namespace) -> dict[str, list[rounds.Figures]]:
-    """The figures of each case, by round. A case that fails is reported and left out."""
+    """Return the figures of each case, by round. A case that fails is reported and left out."""
     for case in args.cases:
         command(case, args, Path())
     peers = dict(one.partition("=")[::2] for one in args.peer)
@@ -165,7 +165,7 @@ def measure(args: argparse.Namespace) -> dict[str, list[rounds.Figures]]:
 
 
 def link_images(args: argparse.Namespace, place: Path) -> list[Path]:
-    """Two data sets of links to the images of ``--data``: with --few images, and with --more."""
+    """Make two data sets of links to images of ``--data``: --few images, and --few plus --more."""
     train = args.data / "train"
     classes = sorted(path for path in train.iterdir() if path.is_dir()) if train.is_dir() else []
     images = [sorted(p for p in one.iterdir() if p.suffix.lower() in SUFFIXES) for one in classes]
@@ -212,7 +212,7 @@ def difference(
 
 
 def page(results: dict[str, list[rounds.Figures]], args: argparse.Namespace) -> str:
-    """The table in Markdown, and what was measured."""
+    """Return the table in Markdown, and a description of the measurement."""
     import torch
 
     device, key, what = f"the CPU, {args.threads} threads", "cpu_ms_per_image", "CPU time"

@@ -10,8 +10,8 @@ command.
 
 The library is one small C file, utils/extras/region_decode.c. It needs a C compiler and the header
 of libjpeg-turbo. Debian and Ubuntu: `apt install gcc libc6-dev libjpeg-dev`. Amazon Linux and
-Fedora: `dnf install gcc libjpeg-turbo-devel`. This command installs it only if its pixels equal
-those of decoding whole images.
+Fedora: `dnf install gcc libjpeg-turbo-devel`. This command installs the library only if it decodes
+the same pixels as torchvision, which decodes whole images.
 """
 
 import argparse
@@ -37,9 +37,9 @@ from utils.extras import region_decode
 
 FLAGS = ("-std=c99", "-O2", "-shared", "-fPIC")
 PACKAGES = "apt install gcc libc6-dev libjpeg-dev, or dnf install gcc libjpeg-turbo-devel"
-SAMPLINGS = ("4:4:4", "4:2:2", "4:2:0", "4:1:1", "grey")  # of colour, in the files compared
+SAMPLINGS = ("4:4:4", "4:2:2", "4:2:0", "4:1:1", "grey")  # chroma subsampling of the test files
 SIZES = ((173, 131), (16, 90), (64, 9), (320, 240))
-BOXES = 20  # of each file
+BOXES = 20  # random crops of each test file
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -65,8 +65,8 @@ def main(argv: list[str] | None = None) -> int:
 def build(library: Path) -> int:
     """Compile ``library`` and compare its pixels before it replaces an existing file.
 
-    Libraries of other sources are removed. Returns: the number of crops compared. Raises:
-    `UserError`, OSError.
+    Removes libraries built from other versions of the source. Returns: the number of crops
+    compared. Raises: `UserError`, OSError.
     """
     with tempfile.TemporaryDirectory(dir=library.parent, prefix=".build_") as folder:
         new = Path(folder) / library.name
@@ -95,7 +95,7 @@ def compile_source(*words: str) -> None:
 
 def compare(library: Path) -> int:
     """Compare crops with those of whole images. Returns: their number. Raises: `UserError`."""
-    import numpy as np  # these imports take seconds, which --if-missing mostly saves
+    import numpy as np  # not at the top: these imports take seconds, and --if-missing rarely builds
     import torch
     from PIL import Image
 

@@ -1,13 +1,13 @@
-"""Which torch can use the GPUs of this machine. Choosing it needs no packages.
+"""Choose the torch that can use the GPUs of this machine. This needs no packages.
 
-    python scripts/choose_torch.py choose  # the constraints file that fits, and why
+    python scripts/choose_torch.py choose  # print the constraints file that fits, and why
     python scripts/choose_torch.py check   # end with an error if this Python's torch cannot use the
                                            # GPUs; print how many processes a node has by default
 
 Training (utils/world.py) runs these commands if torch cannot use GPUs, or may not use them:
 
-    python scripts/choose_torch.py explain  # why not, and what helps
-    python scripts/choose_torch.py gpus     # their names and driver
+    python scripts/choose_torch.py explain  # print why torch cannot use the GPUs, and what helps
+    python scripts/choose_torch.py gpus     # print the GPUs' names and driver
 """
 
 import contextlib
@@ -27,9 +27,9 @@ from utils.errors import UserError, exit_with
 from utils.provenance import DRIVER, driver, is_cpu_chosen
 
 NEWEST, CUDA12 = "constraints.txt", "constraints-cuda12.txt"  # in scripts/
-# Capabilities of old GPUs by name, without nvidia-smi (60: too old); others suit every torch.
+# Compute capability by name, for use without nvidia-smi. 60: too old. All other GPUs count as 75.
 OLD = {r"\b(G?V100|TITAN V)\b": 70, r"\b(P100|P40|P4|M60)\b": 60}
-LIMIT = 20.0  # seconds; nvidia-smi takes less than 5 with 8 GPUs and no persistence daemon
+LIMIT = 20.0  # seconds for nvidia-smi: with 8 GPUs and no persistence daemon it takes less than 5
 HIDE = 'CUDA_VISIBLE_DEVICES="" trains on the CPU'
 REMEDIES = {
     "version mismatch": "the driver was updated while it was loaded: reboot",
@@ -40,7 +40,7 @@ REMEDIES = {
 
 @dataclass(frozen=True)
 class Machine:
-    """What the driver reports: name and capability of each GPU, as 75 for 7.5."""
+    """The driver's report. ``gpus``: name and compute capability of each GPU (75 means 7.5)."""
 
     gpus: tuple[tuple[str, int], ...] = ()
     driver: str = ""
@@ -48,12 +48,12 @@ class Machine:
 
     @property
     def major(self) -> int:
-        """The driver's version as 535; 0 if unknown."""
+        """The driver's major version, such as 535; 0 if unknown."""
         return int(self.driver.partition(".")[0] or 0)
 
     @property
     def has_gpus(self) -> bool:
-        """Whether there are GPUs, as far as is known."""
+        """Whether there are GPUs; also True if nvidia-smi has failed."""
         return bool(self.gpus or self.trouble)
 
     def __str__(self) -> str:
@@ -62,7 +62,7 @@ class Machine:
 
 
 def look(proc: Path = DRIVER, limit: float = LIMIT) -> Machine:
-    """The GPUs of this machine by nvidia-smi, or, where it is missing or fails, by ``proc``."""
+    """Ask nvidia-smi for the GPUs. If that fails, read the files of the driver in ``proc``."""
     hardware = loaded(proc)
     out, problem = _nvidia_smi(limit)
     if "No devices" in out and not hardware.gpus:
@@ -77,7 +77,7 @@ def look(proc: Path = DRIVER, limit: float = LIMIT) -> Machine:
 
 
 def _nvidia_smi(limit: float) -> tuple[str, str]:
-    """Lines of name, driver and capability, and what went wrong; both "" without nvidia-smi."""
+    """Return nvidia-smi's output, and its problem, if any; both are "" without nvidia-smi."""
     query = "--query-gpu=name,driver_version,compute_cap"
     command = ["nvidia-smi", query, "--format=csv,noheader"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
@@ -95,7 +95,7 @@ def _nvidia_smi(limit: float) -> tuple[str, str]:
 
 
 def loaded(proc: Path = DRIVER) -> Machine:
-    """The GPUs by the files of the loaded driver, which need no nvidia-smi."""
+    """Return the GPUs that the files of the loaded driver list; this needs no nvidia-smi."""
     gpus = []
     with contextlib.suppress(OSError):
         for file in sorted(proc.glob("gpus/*/information")):
@@ -106,9 +106,9 @@ def loaded(proc: Path = DRIVER) -> Machine:
 
 
 def choose(hardware: Machine) -> tuple[str, str]:
-    """The constraints file whose torch can use the GPUs, and why. Raises: `UserError`.
+    """Return the constraints file whose torch can use the GPUs, and why. Raises: `UserError`.
 
-    GPUs that no torch of this suite can use do not count as long as others are there.
+    GPUs that are too old for all versions are ignored if there are others.
     """
     if not hardware.has_gpus:
         return NEWEST, "no NVIDIA GPU here"
@@ -132,7 +132,7 @@ def choose(hardware: Machine) -> tuple[str, str]:
 
 
 def explain(hardware: Machine) -> str:
-    """Why torch cannot use these GPUs, and what helps; "" if it can use them."""
+    """Say why torch cannot use these GPUs, and what helps. Returns "" if it can use them."""
     import torch
 
     with warnings.catch_warnings(record=True) as caught:
@@ -162,7 +162,7 @@ def explain(hardware: Machine) -> str:
 
 
 def _missing_kernels() -> str:
-    """The GPUs that torch sees, but has no kernels for; "" when there are none."""
+    """Name the GPUs that torch sees but has no kernels for. Returns "" if there are none."""
     from torch import cuda
 
     from utils.extras.gpu_check import has_kernels
@@ -201,9 +201,9 @@ def main() -> int:
 
 
 def processes() -> int:
-    """How many processes a node has by default. Raises: `UserError`: torch cannot use the GPUs."""
+    """Return a node's default number of processes. Raises: `UserError` if torch cannot use GPUs."""
     if is_cpu_chosen() or not (look().has_gpus or Path("/dev/kfd").exists()):
-        return 1  # without torch, whose import takes seconds
+        return 1  # without importing torch, which takes seconds
     import torch
 
     from utils.extras.gpu_check import check_gpus

@@ -1,13 +1,13 @@
-"""Compare training runs: a table, pictures of their curves and speeds, and a page with comparison.
+"""Compare training runs: print a table, draw curves and speeds, and write an HTML page.
 
     python scripts/compare_runs.py runs/one_node runs/two_nodes --labels "1 node" "2 nodes"
     python scripts/compare_runs.py runs --out figures --target-top1 75 --results
 
-Reads the TensorBoard event files of each run, ours or those of older suites with the same tags, and
-nothing else. Options that an event file does not record are taken from the folder's name. Unknown
-values are shown as `-`. Speed-ups are relative to the run with the fewest GPUs. The table is also
-written to DIR as Markdown and CSV, with the pictures and compare.html. By default DIR is the folder
-`compare` beside the first RUN, or in it if it is a folder of runs.
+Reads only the TensorBoard event files of each run: of this suite, or of older suites with the same
+tags. Options that an event file does not record are taken from the folder's name. Unknown values
+are shown as `-`. Speed-ups are relative to the run with the fewest GPUs. All files go into DIR: the
+table as Markdown and CSV, the pictures, and compare.html. By default DIR is the folder `compare`
+beside the first RUN, or inside RUN if that is a folder of runs.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add, above_0 = parser.add_argument, number(float, 0, exclusive=True)
     text = "a run directory, a folder of run directories, or an event file"
     add("runs", nargs="+", type=Path, metavar="RUN", help=text)
-    text = "one per run, in the order of the table (default: names, or the facts that differ)"
+    text = "one per run, in the order of the table (default: folder names, or facts that differ)"
     add("--labels", nargs="+", metavar="LABEL", help=text)
     text = "numbers of GPUs, one per run, if neither event files nor folder names have them"
     add("--gpus", nargs="+", type=positive, metavar="N", help=text)
@@ -44,7 +44,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--train-images", type=positive, metavar="N", help=text)
     text = "show the epochs finished within this time (default: the time of the shortest run)"
     add("--within", type=above_0, metavar="HOURS", help=text)
-    text = "show the time to this validation top-1 (0.75 or 75; default: the most that all reach)"
+    text = "show the time to this validation top-1 (0.75 or 75; default: the best that all reach)"
     add("--target-top1", type=accuracy, metavar="A", help=text)
     text = "price of a node per hour, in any currency (g4dn.xlarge: 0.526 $): adds the cost of runs"
     add("--price", type=above_0, metavar="P", help=text)
@@ -53,7 +53,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     text = "formats of the pictures beside PNG, such as svg,pdf"
     add("--formats", type=_formats, default=[], metavar="LIST", help=text)
     add("--prefix", default="", metavar="NAME_", help="prefix of the file names")
-    add("--title", help="of the page and of the section in RESULTS.md")
+    add("--title", help="title of the page and of the section in RESULTS.md")
     text = "also write the comparison's section into this file (default: %(const)s)"
     results_file = Path("RESULTS.md")
     add("--results", nargs="?", type=Path, const=results_file, metavar="FILE", help=text)
@@ -68,7 +68,7 @@ def _formats(text: str) -> list[str]:
 
 
 def compare(args: argparse.Namespace) -> Comparison:
-    """The runs that the command line names, with a note about each that has no curves.
+    """Compare the runs that the command line names, with a note about each run without curves.
 
     Runs in a folder are sorted by their number of GPUs; others keep the order given.
     Raises: `UserError`.
@@ -104,7 +104,7 @@ def compare(args: argparse.Namespace) -> Comparison:
 
 
 def beside(path: Path) -> Path:
-    """The default folder of a comparison whose first RUN is ``path``."""
+    """Return the default folder of a comparison whose first RUN is ``path``."""
     path = Path(os.path.abspath(path))
     folder = path if path.is_dir() else path.parent
     is_run = any(folder.glob("*tfevents*"))

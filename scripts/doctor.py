@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Check the nodes before training on them: this machine alone, all hosts of a file over ssh, or by
-hand on each node at the same time, with the master's address and --port that training will use.
+"""Check nodes before training on them: this machine alone, or all hosts of a file over ssh. Or run
+it by hand on each node at the same time, with the --master and --port that training will use.
 
     bash scripts/doctor.sh --data DIR
     bash scripts/doctor.sh HOSTS_FILE --data DIR -a resnet50 -b 64
@@ -10,8 +10,8 @@ It begins with the pre-flight check of a run (ports in both directions, code, to
 checks itself: GPUs, disk space, limits, data set, speed of reading and decoding. Node 0 compares
 the nodes' versions, data and clocks, measures the all-reduce, and forecasts a step.
 
-Exit code, the same on every node: 0 all is well; 1 warnings: training works, but look at them; 2
-errors: training would fail. Node 0 prints the findings.
+Node 0 prints the findings. The exit code is the same on every node: 0 if all is well, 1 after
+warnings (training works, but read them), 2 after errors (training would fail).
 """
 
 import argparse
@@ -48,15 +48,15 @@ from utils.option_types import count, from_environment, non_negative, port, posi
 
 OK, WARNING, ERROR = 0, 1, 2
 MARKS = "✓!✗"
-START = timedelta(minutes=2)  # for a node to import torch once all are there
+START = timedelta(minutes=2)  # for a node to import torch when all have joined
 LONG = timedelta(minutes=30)  # listing ImageNet for the first time on a network disk takes minutes
 BUCKET = 25 * 2**20  # bytes of gradients that DDP exchanges at once
-SECONDS = 0.5  # for each measurement of a disk, a core
+SECONDS = 0.5  # for measuring the all-reduce
 CLOCK_LIMIT = 2.0  # seconds
-POOR_EFFICIENCY, SLOW_LINK = 0.7, 0.65  # SLOW_LINK: of the usual speed
-# Images/s that one GPU needs: ResNet-50 in mixed precision, published or estimated from that.
+POOR_EFFICIENCY, SLOW_LINK = 0.7, 0.65  # SLOW_LINK: fraction of the usual speed
+# Images/s that one GPU trains: ResNet-50 in mixed precision, published or estimated.
 RESNET50_IMAGES_PER_S = {"T4": 400, "V100": 1200, "A100": 2470, "H100": 4900, "H200": 4900}
-RESNET50_GFLOPS = 4.09  # forward, one image of 224 x 224
+RESNET50_GFLOPS = 4.09  # forward pass of one image of 224 x 224
 # What should be the same on all nodes, and why.
 COMPARED = {
     "NCCL": "NCCL works only with its own version",
@@ -65,7 +65,7 @@ COMPARED = {
     "driver": "a torch that works on one node may not work on another",
     "MTU": "large messages can vanish, and training hangs at its first all-reduce",
 }
-# Level and text; of a problem also why it matters and what to do, unless the text says so.
+# Level and text. A problem also has a reason and a remedy, unless the text names them.
 Finding = tuple[int, str] | tuple[int, str, str]
 
 
@@ -73,7 +73,7 @@ Finding = tuple[int, str] | tuple[int, str, str]
 
 
 def check_machine(args: argparse.Namespace, gpus: list[str]) -> Iterator[Finding]:
-    """GPUs and limits of this node. Appends the names of its GPUs to ``gpus``."""
+    """Check GPUs and limits of this node. Appends the names of its GPUs to ``gpus``."""
     import torch
 
     from utils.extras import gpu_check
@@ -108,8 +108,8 @@ def check_machine(args: argparse.Namespace, gpus: list[str]) -> Iterator[Finding
 
 
 def check_data(args: argparse.Namespace, needed: float, sources: dict) -> Iterator[Finding]:
-    """Whether a run could start with the data set, and reads and decodes the images that the GPUs
-    need (per second). Fills ``sources``, by part."""
+    """Check whether a run can start with the data set, and whether this node reads and decodes the
+    images that its GPUs need (``needed``: images/s). Fills ``sources``, by part."""
     from utils.folder import check_same_classes, class_folders, open_source
 
     root = Path(args.data)
@@ -135,7 +135,7 @@ def check_data(args: argparse.Namespace, needed: float, sources: dict) -> Iterat
 
 
 def images_per_gpu(args: argparse.Namespace, gpus: list[str]) -> float | None:
-    """Images/s that one GPU of this node trains; None if unknown."""
+    """Return the images/s that one GPU of this node trains; None if unknown."""
     words = gpus[0].replace("-", " ").split() if gpus else ()
     known = [rate for name, rate in RESNET50_IMAGES_PER_S.items() if name in words]
     if args.need or not known:
@@ -149,7 +149,7 @@ def images_per_gpu(args: argparse.Namespace, gpus: list[str]) -> float | None:
 
 
 def read_speed(source: Any) -> float:
-    """Files/s, read at random by one thread per core; copies in memory are dropped first."""
+    """Return files/s, read at random by one thread per core, not from the page cache."""
 
     def read(image: int) -> None:
         path, place, size = source.stored(image)
@@ -165,8 +165,8 @@ def read_speed(source: Any) -> float:
 
 
 def decode_speed(source: Any, size: int) -> float:
-    """Images/s that all cores decode and crop for training; measured on one, in CPU time, so that
-    other programs do not count."""
+    """Return the images/s that all cores decode and crop for training. It is measured on one core,
+    in CPU time, so that other programs do not count."""
     import numpy as np
     import torch
 
@@ -186,9 +186,9 @@ def decode_speed(source: Any, size: int) -> float:
 
 
 def check_all(args: argparse.Namespace) -> list[Finding]:
-    """The findings about each node and about what is between them. Collective.
+    """Check each node and the network between them. Collective.
 
-    Returns: the same on every node.
+    Returns: the findings, the same on every node.
     """
     import torch
     import torch.distributed as dist
@@ -199,7 +199,7 @@ def check_all(args: argparse.Namespace) -> list[Finding]:
     sources: dict[str, Any] = {}
     own = list(check_machine(args, gpus))
     interface = preflight.interface_towards(args.master)
-    if interface:  # the doctor itself must get through
+    if interface:  # so that the doctor's own messages reach node 0
         os.environ["GLOO_SOCKET_IFNAME"] = interface
     store = dist.TCPStore(args.master, args.port, args.nodes, args.rank == 0, timeout=START)
     place = {"store": store, "rank": args.rank, "world_size": args.nodes}
@@ -250,7 +250,7 @@ def check_all(args: argparse.Namespace) -> list[Finding]:
 
 
 def check_network(args: argparse.Namespace, nodes: list[dict], world: Any) -> Iterator[Finding]:
-    """The speed of a link, measured by all-reduces, and what it means for a step. Collective."""
+    """Measure the network by all-reduces, and forecast a step. Collective."""
     import torch
     import torch.distributed as dist
     from forecast import buckets, model
@@ -258,7 +258,7 @@ def check_network(args: argparse.Namespace, nodes: list[dict], world: Any) -> It
     from utils.world import gather
 
     def seconds(operation: Callable[[], object], times: int) -> list[float]:
-        """What one of ``times`` operations takes on each node."""
+        """Return the median time of ``times`` operations on each node."""
         durations = []
         for _ in range(times):
             began = time.perf_counter()
@@ -328,7 +328,7 @@ def parse() -> argparse.Namespace:
     add("--wait", type=non_negative, metavar="SECONDS", help=text)
     parser.set_defaults(grace=5.0, elastic=None)
     args = parser.parse_args()
-    # Over ssh all are started at the same time: no node has to wait long.
+    # Over ssh, all nodes start at the same time, so none has to wait long.
     args.wait = args.wait or (20 if args.hosts else 60)
     if not args.hosts:
         if args.nodes > 1 and not args.master:
@@ -380,7 +380,7 @@ def main() -> int:
     args = parse()
     if args.hosts:
         return over_ssh(args)
-    # The job over ssh ends all nodes once the first has: this one may still have to print.
+    # When one node has finished, the ssh job ends the others. This one may still have to print.
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(4))
     sys.stdout.reconfigure(errors="replace")  # for a terminal without UTF-8
     return examine(args)

@@ -4,7 +4,7 @@
     python scripts/draw_modes.py                       # writes figures/modes.png
     python scripts/draw_modes.py --out modes.svg
 
-utils/MODES.md explains the picture. It shows the table in this file; nothing is measured.
+utils/MODES.md explains the picture. Its content is the table `MODES`; nothing is measured.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from utils.errors import UserError, exit_with
 
 COLOURS = {"weights": "#9cc4e4", "gradients": "#f4b183"}
 COLOURS |= {"momentum": "#b7d7a8", "masters": "#d9c2e9"}
-BOX, BAR = 3.0, 2.7  # width of a GPU, and of a bar of 4 bytes per weight
+BOX, BAR = 3.0, 2.7  # widths: the box of a GPU; a bar of 4 bytes per weight
 # Parts of these 4 bytes on GPU 0 and GPU 1: (begin, end). "/": a temporary copy.
 ALL, HALF, SHARDS = [(0, 1), (0, 1)], [(0, 0.5), (0, 0.5)], [(0, 0.5), (0.5, 1)]
 MODES = {  # title: processes, tensors: (name, parts, temporary on), a step: (arrow, label)
@@ -65,7 +65,7 @@ MODES = {  # title: processes, tensors: (name, parts, temporary on), a step: (ar
 
 
 def draw_mode(axes: Any, title: str) -> None:
-    """One mode: two GPUs and their memory, and the phases of a step between them."""
+    """Draw one mode: two GPUs and their memory, and the phases of a step between them."""
     from matplotlib.patches import FancyBboxPatch
 
     processes, tensors, phases = MODES[title]

@@ -5,7 +5,7 @@
 #       TRAIN_HOURS MIN:MAX SAVE_NAME BATCH_SIZE [-- TRAINING OPTIONS]
 #
 #   TRAIN_HOURS  stop with a snapshot after this many hours of training, such as 3.0
-#   MIN:MAX      fewest machines to train on, and number of all machines, such as 1:2
+#   MIN:MAX      smallest and largest number of machines to train on, such as 1:2
 #   SAVE_NAME    name of the run; runs/SAVE_NAME must be on a file system that all machines share
 #   BATCH_SIZE   images per step and process (per GPU)
 #
@@ -29,10 +29,10 @@ use_environment
 MASTER_PORT=${MASTER_PORT:-8888}
 place=$(use_python -m utils.extras.preflight rendezvous "$MASTER_ADDR:$MASTER_PORT") || exit
 echo "torchrun waits for ${2%:*} nodes at $MASTER_ADDR:$MASTER_PORT, silently, for up to 10 minutes"
-# IMAGENET_ELASTIC: restarts continue one run, and an error in the options ends torchrun. Training
-# does not share torchrun's store, which keeps the addresses of lost nodes.
+# IMAGENET_ELASTIC=1: a restart resumes the run, and an error in the options ends torchrun. Training
+# uses a store of its own, because torchrun's store keeps the addresses of lost nodes.
 variables=(IMAGENET_ELASTIC=1 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
-# Without is_host and its address, a node whose own name does not resolve cannot join. Nodes that
+# Without is_host and local_addr, a node that cannot resolve its own name cannot join. Nodes that
 # notice a loss late have 15 s to join the others (torchrun's default: 30).
 torchrun=("--nnodes=$2" --rdzv_backend=c10d "--rdzv_id=$3" "--local_addr=${place% *}"
     "--rdzv_conf=is_host=${place#* },last_call_timeout=15"

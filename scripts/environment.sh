@@ -14,22 +14,22 @@ fail() {
     exit 2
 }
 
-# gpus_of PYTHON choose|check: become choose_torch.py; in a subshell of this one (or of $shell),
-# with which it ends.
+# gpus_of PYTHON choose|check: replace this subshell by choose_torch.py. It ends when the main shell
+# ($shell, or else $$) ends.
 gpus_of() { cd "$root" && IMAGENET_LAUNCHER=${shell:-$$} exec "$1" scripts/choose_torch.py "$2"; }
 
 # use_environment [REQUIREMENTS_FILE ...]: choose $PYTHON, installing and building what is missing.
 use_environment() {
     choose_python "$@"
-    # It dies with this shell, because it may compile or import torch for a long time.
+    # The build may take long (compiler, import of torch), so it ends when this shell ends.
     IMAGENET_LAUNCHER=$BASHPID "$PYTHON" "$root/scripts/build_region_decode.py" --if-missing
 }
 
 # choose_python [REQUIREMENTS_FILE ...]: choose $PYTHON, installing what is missing. This is the
 # active environment if it has everything and its torch can use the GPUs. Otherwise it is .venv,
-# with the tested versions whose torch fits the GPUs' driver. PYTHON=... (python3) creates .venv on
-# first use and when versions or driver have changed. TORCH=oldest: .venv-oldest, with the oldest
-# torch.
+# with the tested versions whose torch fits the GPUs' driver. PYTHON=... (default: python3) creates
+# .venv on first use, and again when versions or driver have changed. With TORCH=oldest it is
+# .venv-oldest, with the oldest torch.
 choose_python() {
     local files=("$root/requirements.txt" "$@") venv=$root/.venv base=${PYTHON:-python3} why
     local shell=$BASHPID

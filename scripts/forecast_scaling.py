@@ -7,10 +7,10 @@
     python scripts/forecast_scaling.py --from runs/one_node runs/two_nodes runs/four_nodes
 
 With --from, the forecast takes the speed of one GPU from the run on the fewest processes. The table
-shows the measured step times of all runs, and the forecast's error. --fit-network fits the
-network's real rate to the second run. A second table compares the methods of --comm. It recommends
-the most exact method whose step takes at most 5 % longer than the shortest. The model is described
-in scripts/forecast/model.py.
+shows the measured step times of all runs, and the forecast's error. --fit-network fits the real
+speed of the network to the second run. A second table compares the methods of --comm. It recommends
+the most exact method whose step takes at most 5 % longer than the shortest.
+scripts/forecast/model.py describes the model.
 """
 
 import argparse
@@ -115,7 +115,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def read_runs(paths: list[Path]) -> list[MeasuredRun]:
-    """The runs, sorted by number of GPUs. Raises `UserError` for one without size or speed."""
+    """Read runs, sorted by number of GPUs. Raises `UserError` for one without size or speed."""
     measured_runs = []
     for run in (run for path in paths for run in runs.find(path)):
         rate = run.usual(runs.RATE)
@@ -130,7 +130,7 @@ def read_runs(paths: list[Path]) -> list[MeasuredRun]:
 
 
 def plan(args: argparse.Namespace) -> tuple[Workload, Cluster, list[MeasuredRun]]:
-    """Workload, cluster, and the measured runs, sorted by number of GPUs. Raises `UserError`."""
+    """Return workload, cluster, and the measured runs by number of GPUs. Raises `UserError`."""
     measured_runs = read_runs(args.runs)
     if not measured_runs and args.gpu_images_per_s is None:
         raise UserError("the speed of one GPU is unknown: add --gpu-images-per-s X or --from RUN")
@@ -165,7 +165,7 @@ def plan(args: argparse.Namespace) -> tuple[Workload, Cluster, list[MeasuredRun]
 
 
 def table(rows: list[Forecast], measured: dict[int, float]) -> str:
-    """The forecast, one line per number of GPUs, beside the measured seconds per step if any."""
+    """Format the forecast, one line per number of GPUs, with the measured step times if any."""
     head = ["nodes", "GPUs", "ms per step", "compute", "slowest", "exchange", "exposed"]
     head += ["images/s", "speed-up", "efficiency", *(["measured ms", "error"] if measured else [])]
     lines = []
@@ -184,9 +184,9 @@ def table(rows: list[Forecast], measured: dict[int, float]) -> str:
 
 
 def methods(work: Workload, cluster: Cluster, counts: list[int]) -> str:
-    """The efficiency with each way to exchange gradients, and the recommended one."""
+    """Format the efficiency of each --comm method, and the recommended method."""
     lines = []
-    for name in dict.fromkeys((*compress.CANDIDATES, work.how.name)):  # bf16 costs as fp16 does
+    for name in dict.fromkeys((*compress.CANDIDATES, work.how.name)):  # bf16 costs as much as fp16
         one = replace(work, how=compress.parse(name))
         shares = [model.forecast(one, cluster, gpus).efficiency for gpus in counts]
         lines.append([name, *(f"{100 * share:.0f}" for share in shares)])
@@ -197,7 +197,7 @@ def methods(work: Workload, cluster: Cluster, counts: list[int]) -> str:
 def draw(rows: list[Forecast], measured: dict[int, float], title: str, out: Path) -> None:
     """Draw ``rows`` and ``measured`` (seconds per step by number of GPUs) into the file ``out``.
 
-    Raises: `UserError` for a file that cannot be written, or of an unknown kind.
+    Raises: `UserError` for a file that cannot be written, or an unknown file format.
     """
     import matplotlib
 

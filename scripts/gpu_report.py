@@ -30,9 +30,9 @@ from utils.option_types import number
 class Part(NamedTuple):
     """A section of the report: the output of a command, run by this Python.
 
-    ``seconds``: time limit. ``gpus``: how many it needs, also with --device cpu. ``few``: options
-    that make it little work, for a CPU, and as a second try after the time limit. ``needs`` and
-    ``makes``: folders in --out.
+    ``seconds``: time limit. ``gpus``: the number of GPUs that it needs. ``few``: options that make
+    it less work, for --device cpu, and for a second attempt after the time limit. ``needs`` and
+    ``makes``: folders in --out that it reads and writes.
     """
 
     title: str
@@ -78,11 +78,11 @@ def section(part: Part, deadline: float, names: dict[str, str], small: bool) -> 
     out, left_out = Path(names["out"]), ""
     made = out / (part.makes or "nothing")
     if part.gpus > int(names["gpus"]):
-        return f"Left out: it needs {part.gpus} GPUs or more, and here are {names['gpus']}."
+        return f"Left out: it needs {part.gpus} GPUs or more; this machine has {names['gpus']}."
     if part.command.startswith("-m pytest") and not importlib.util.find_spec("pytest"):
         return "Left out: pytest is not installed, and installing it failed."
     if not (out / part.needs).exists():
-        return f"Left out: {out / part.needs} is missing, as an earlier part did not make it."
+        return f"Left out: {out / part.needs} is missing because an earlier part failed."
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if small else {}
     env = os.environ | {"OMP_WAIT_POLICY": "passive"} | hidden
     for few in (part.few,) if small else dict.fromkeys(("", part.few)):
@@ -98,7 +98,7 @@ def section(part: Part, deadline: float, names: dict[str, str], small: bool) -> 
             (text,) = commands.run([[sys.executable, *words]], seconds, cwd=ROOT, env=env)
         except UserError as error:
             shutil.rmtree(made, ignore_errors=True)
-            if error.code != INTERRUPTED:  # else time was too short, here or for a bench
+            if error.code != INTERRUPTED:  # INTERRUPTED: the time limit was too short
                 raise
             left_out += f"Left out: {error}.\n\n".replace(sys.executable, "python")
             continue

@@ -11,14 +11,14 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 # need_number NAME VALUE PATTERN WORDS: the argument NAME must match PATTERN; WORDS describe it.
 need_number() { [[ $2 =~ ^$3$ ]] || fail "$1 is $2: it must be $4"; }
 
-# need_several_nodes SCRIPT: it must be able to train on several nodes.
+# need_several_nodes SCRIPT: fail unless SCRIPT can train on several nodes.
 need_several_nodes() {
     case $1 in
     imagenet_nd.py | imagenet_dp.py) fail "$1 trains on one node: use imagenet_ddp.py" ;;
     esac
 }
 
-# need_master: MASTER_ADDR must be the address of node 0, and SCRIPT train on several nodes.
+# need_master: fail unless MASTER_ADDR is set and SCRIPT can train on several nodes.
 need_master() {
     [ -n "${MASTER_ADDR:-}" ] ||
         fail "MASTER_ADDR is not set: on every node, export MASTER_ADDR=<IP address of node 0>" \
@@ -26,8 +26,8 @@ need_master() {
     need_several_nodes "${SCRIPT:-}"
 }
 
-# use_python WORD ...: in a subshell, run Python in the repository. If this shell dies, the
-# pre-flight check dies as well.
+# use_python WORD ...: run Python in the repository; call this in a subshell. The Python process
+# ends when this shell ends.
 use_python() { cd "$root" && IMAGENET_LAUNCHER=$$ exec "$PYTHON" "$@"; }
 
 # option NAME DEFAULT WORD ...: print the last value of option NAME among the words, or the default.
@@ -44,19 +44,19 @@ option() {
     echo "$value"
 }
 
-# log_to FILE: from here on, keep a copy of all output there.
+# log_to FILE: write a copy of all further output to FILE.
 log_to() {
     mkdir -p "$(dirname "$1")" || fail "cannot write the log $1"
     # tee must survive Ctrl-C (-i) and the end of the reader (-p) until training has ended.
     exec > >(exec tee -i -p -a "$1") 2> >(exec tee -i -p -a "$1" >&2)
 }
 
-# launch HOURS NAME BATCH_SIZE [-- TRAINING OPTION ...]: become the training.
+# launch HOURS NAME BATCH_SIZE [-- TRAINING OPTION ...]: replace this shell by the training.
 #
-# First runs the pre-flight check, with the arguments in `preflight`; without any, there is no
-# check. Then torchrun starts the processes, with the options in `torchrun` (without any: on this
-# node alone) and the environment in `variables`. The output is also written to `log` in the run
-# directory.
+# First the pre-flight check runs, with the arguments in `preflight`. If there are none, it is left
+# out. Then torchrun starts the processes, with the options in `torchrun` and the environment in
+# `variables`. Without options in `torchrun`, it trains on this node alone. The output is also
+# written to `log` in the run directory.
 torchrun=() preflight=() variables=() log=node0.log
 launch() {
     local hours=$1 name=$2 batch=$3 script=${SCRIPT:-imagenet_ddp.py} processes seconds

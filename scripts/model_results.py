@@ -1,4 +1,4 @@
-"""Evaluate a run's best model, and write a page about it: accuracy by class, mistakes, calibration.
+"""Evaluate a run's best model. Write a page with its accuracy by class, mistakes and calibration.
 
     python scripts/model_results.py runs/my_run
     torchrun --nproc_per_node=4 scripts/model_results.py runs/my_run DATA --part test
@@ -7,10 +7,10 @@
     python scripts/model_results.py runs/my_run imagenetv2-matched-frequency --real real.json
     python scripts/model_results.py runs/my_run --export my_model
 
-Writes results_PART.html, one file without any other, and predictions_PART.csv with all predictions
-into the run's folder (with two runs, into the second one's). DATA is that of the training, or
-another set with some of its classes, matched by the names of their folders: DATA/val/CLASS, or
-DATA/CLASS. Predictions are then among these classes, as for ImageNet-A and -R.
+Writes two files into the run's folder (with two runs, into the second one's): results_PART.html,
+which needs no other file, and predictions_PART.csv with all predictions. DATA is the training's
+data set, or another one with some of its classes in DATA/val/CLASS or DATA/CLASS. Folder names say
+which. The model then chooses among these classes only, as is usual for ImageNet-A and -R.
 """
 
 import json
@@ -46,16 +46,16 @@ def parser() -> ArgumentParser:
     parser = Parser(description=__doc__, formatter_class=Formatter, allow_abbrev=False)
     parser.usage = "%(prog)s RUN [RUN] [DATA] [options]"
     add = parser.add_argument
-    text = "one or two run directories, and DATA (default: that of the first run's training)"
+    text = "one or two run directories, and DATA (default: the data set of the first run)"
     add("places", nargs="+", type=Path, metavar="RUN [RUN] [DATA]", help=text)
     add("--part", choices=("val", "test"), default="val", help="evaluate on DATA/val or DATA/test")
     text = "print the five most likely classes of these image files, and show them on the page"
     add("--images", nargs="+", type=Path, default=[], metavar="FILE", help=text)
     text = "also score by the ReaL labels of ImageNet's validation images (Beyer et al. 2020)"
     add("--real", type=Path, metavar="FILE", help=text)
-    text = "where DATA has some of the classes: predict among all that the model knows"
+    text = "if DATA has only some of the classes: choose among all classes of the model"
     add("--all-classes", action="store_true", help=text)
-    add("--out", type=Path, metavar="DIR", help="folder of the page, in place of the run's")
+    add("--out", type=Path, metavar="DIR", help="folder for the files; default: the run's")
     text = "write model.safetensors, config.json (as timm's) and README.md into DIR; no evaluation"
     add("--export", type=Path, metavar="DIR", help=text)
     add("--onnx", action="store_true", help="with --export: also model.onnx")
@@ -84,7 +84,7 @@ def main() -> int:
     if best[0].classes != best[-1].classes:
         raise UserError(f"{runs[0]} and {runs[1]} have different classes", on_every_rank=True)
     if own.real:
-        figures.real_labels(own.real)  # now, not after the evaluation
+        figures.real_labels(own.real)  # fail now, not after the evaluation
     out = own.out or best[-1].path.parent
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -94,7 +94,7 @@ def main() -> int:
     data = rest[0] if rest else recorded_data(best[0])
     evaluates = bool(rest) or data.is_dir() or not own.images
     data = data if evaluates else out  # a folder that exists
-    # The options of an evaluation by imagenet_ddp.py, and this command's own beside them.
+    # The options with which imagenet_ddp.py would evaluate, and this command's own options.
     words = ["-a", best[0].arch, "-e", "--resume", str(best[0].path), str(data)]
     mine = {name: value for name, value in vars(own).items() if name != "resume"}
     mine |= {"data": str(data), "out": out, "evaluates": evaluates}
@@ -108,7 +108,7 @@ def unwritable(out: Path, error: OSError) -> UserError:
 
 
 def recorded_data(best: Best) -> Path:
-    """DATA of the training. Raises: `UserError`."""
+    """Return the DATA of the training. Raises: `UserError`."""
     file = best.path.parent / OPTIONS
     try:
         return Path(json.loads(file.read_text())["data"])

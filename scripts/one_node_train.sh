@@ -22,5 +22,5 @@ if [[ $# -ge 5 && $2 =~ ^[0-9]+$ && $3 =~ ^[0-9]+$ && $4 != -* ]]; then
     fail "these are arguments of multi_node_train.sh (IP is the address of node 0):" \
         "$given bash $root/scripts/multi_node_train.sh$(printf ' %q' "$@")"
 fi
-unset MASTER_ADDR MASTER_PORT WORLD_SIZE NODE_RANK # of a job on several nodes
+unset MASTER_ADDR MASTER_PORT WORLD_SIZE NODE_RANK # left over from a job on several nodes
 launch "$@"

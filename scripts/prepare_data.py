@@ -5,8 +5,8 @@
     python scripts/prepare_data.py imagenet data/imagenet --source ~/Downloads
     python scripts/prepare_data.py shards data/imagenet /nfs/imagenet
 
-`shards`, `shrink` and `pack` copy a data set: into a few large files, with smaller images, or with
-decoded ones. If a preparation is interrupted, run the same command again: it finishes the work.
+Three commands copy a data set: `shards` into a few large files, `shrink` with smaller images, and
+`pack` with decoded images. If a command is interrupted, run it again: it finishes the work.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from utils.option_types import Formatter, Parser, number, positive, seed
 
 
 def fill_from_source(args: argparse.Namespace) -> None:
-    """`sample`, `fashion-mnist`, `cifar10`, `imagenet`: draw images, or use published ones."""
+    """Run `sample`, `fashion-mnist`, `cifar10` or `imagenet`."""
     keys = ("classes", "train", "val", "seed") if args.command == "sample" else ("source",)
     if source := getattr(args, "source", None):
         args.source = source.expanduser().resolve()
@@ -48,7 +48,7 @@ def fill_from_source(args: argparse.Namespace) -> None:
 
 
 def copy(args: argparse.Namespace) -> None:
-    """`shards`, `shrink` and `pack`: copy a data set into few files, with changed images or not."""
+    """Run `shards`, `shrink` or `pack`: copy a data set."""
     source, out = check_apart(args.source, args.out)
     images = open_images(source)
     what, change, write, chunk = f"{args.command} (source {source}", None, None, BATCH
@@ -64,7 +64,7 @@ def copy(args: argparse.Namespace) -> None:
         write, chunk = partial(write_pack, images, args.size), pack.IMAGES_PER_FILE
     elif args.shards:
         size = next(iter(images.values())).source.sample_sizes()[0]
-        if change:  # as ImageNet's images, which have 27 KB at 256 pixels
+        if change:  # estimate: ImageNet's images have 27 KB at 256 pixels
             size = min(size, 27_000 * (args.size / 256) ** 2)
         write, chunk = shards.write_shards, shards.images_per_shard(size, args.shards)
         what += f", {fingerprints}, shards of {chunk} images"
@@ -76,7 +76,7 @@ def copy(args: argparse.Namespace) -> None:
 
 
 def convert_parquet(args: argparse.Namespace) -> None:
-    """`parquet`: copy Hugging Face's files into shards or class folders."""
+    """Run `parquet`: copy Hugging Face's files into shards or class folders."""
     source, out = check_apart(args.source, args.out)
     kind = "folders" if args.folders else f"shards of {args.size} MB"
     names = args.names.resolve() if args.names else None
@@ -111,7 +111,7 @@ def build_parser() -> argparse.ArgumentParser:
         return option
 
     out = "the folder to make"
-    data = "the data set to copy: class folders, tar files, or what `imagenet` reads"
+    data = "the data set to copy: class folders, tar files, or any layout that `imagenet` reads"
 
     option = add("sample", fill_from_source, "a small data set of drawn textures", out=out)
     option("--classes", f"number of classes, at most {len(sources.TEXTURES)}", 10)
@@ -133,46 +133,46 @@ def build_parser() -> argparse.ArgumentParser:
     text = "ImageNet 2012, or a part of it, from any layout in which it is published"
     option = add("imagenet", fill_from_source, text, out=out)
     text = f"""folder of image-net.org's tar files, of Kaggle's {layouts.KAGGLE}/ or of its
-        imagenet100, or of train/CLASS and a flat val/. {devkit.KAGGLE_CSV} or {devkit.DEVKIT}
-        says the classes of validation images that lie flat. Files become hard links, or symbolic
-        ones (required)"""
+        imagenet100, or of train/CLASS and a flat val/. A flat val/ needs {devkit.KAGGLE_CSV}
+        or {devkit.DEVKIT}, which list the classes. Image files become hard links, or symbolic
+        links (required)"""
     option("--source", text, None, Path, metavar="DIR", required=True)
 
-    text = "a copy of a data set as tar files, which network disks read faster; also for WebDataset"
+    text = "a copy of a data set as tar files, for network disks (few large files) and WebDataset"
     option = add("shards", copy, text, source=data, out=out)
     option("--size", "size of a file", shards.MEGABYTES, metavar="MB", dest="shards")
 
     text = "a copy of a data set with images reduced to a short side of at most N pixels"
     option = add("shrink", copy, text, source=data, out=out)
-    text = """largest short side in pixels, for training crops of 224; smaller images and
-        unreadable files are copied unchanged; all others become JPEG files of the same name,
-        whatever its suffix"""
+    text = """largest short side in pixels; the default is meant for training crops of 224.
+        Smaller images and unreadable files are copied unchanged. All others become JPEG files,
+        and keep their names and suffixes"""
     option("--size", text, 256)
     option("--quality", "JPEG quality, 1 to 100", 90, number(int, 1, 100), metavar="Q")
-    text = "write tar files of this size, as `shards` does; without MB, %(const)s"
+    text = "write tar files of this size, as `shards` does; MB defaults to %(const)s"
     option("--shards", text, metavar="MB", nargs="?", const=shards.MEGABYTES)
 
     text = "a copy of a data set as decoded and reduced pixels, in a few large files"
     option = add("pack", copy, text, source=data, out=out)
-    text = """largest short side in pixels, for training crops of 224, which takes 263 KB an image,
-        337 GB for ImageNet"""
+    text = """largest short side in pixels; the default is meant for training crops of 224 and
+        takes 263 KB per image, 337 GB for ImageNet"""
     option("--size", text, 256)
 
     text = "shards, or class folders, from the parquet files of Hugging Face's image data sets"
     option = add("parquet", convert_parquet, text, source="the folder of the files", out=out)
     option("--size", "size of a shard", shards.MEGABYTES, metavar="MB")
-    text = """names of the classes, one per line in the order of the labels; by default ImageNet's
-        n01440764 and so on from the names of the images, else the names in the files"""
+    text = """names of the classes, one per line in the order of the labels; by default those in
+        the images' names, such as ImageNet's n01440764, else the names in the files"""
     option("--names", text, None, Path, metavar="FILE")
     folders = {"action": "store_true", "help": "write class folders, not shards"}
     commands.choices["parquet"].add_argument("--folders", **folders)
 
-    text = """move a part of DATA/train to DATA/test, for `--part test`: which images depends on
-        their names alone, so that all nodes agree; another fraction moves images there or back"""
+    text = """move a part of DATA/train to DATA/test, for `--part test`. The choice depends only
+        on the images' names and --seed, so all nodes agree. Another fraction moves images again"""
     option = add("split", split_folder, text, out="the data set to change")
-    text = "share of the images of each class; 0 moves all back"
+    text = "fraction of each class's images to have in DATA/test; 0 moves all back"
     option("--test", text, None, number(float, 0, 0.9), metavar="FRACTION", required=True)
-    option("--seed", "another seed chooses other images", 0, seed)
+    option("--seed", "seed of the choice", 0, seed)
 
     text = "read a whole pack and compare checksums"
     add("verify", verify, text, out="the pack to read")

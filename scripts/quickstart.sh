@@ -9,7 +9,7 @@ set -euo pipefail
 source "$(dirname "$0")/environment.sh"
 show_help "$@"
 data=data/sample
-if [ $# -gt 0 ]; then # relative to where this is typed
+if [ $# -gt 0 ]; then # relative to the current folder
     data=$(CDPATH='' cd -- "$1" 2>/dev/null && pwd) || fail "there is no folder $1"
 fi
 cd "$root"
@@ -18,7 +18,7 @@ say() { printf '\n== %s\n' "$*"; }
 
 say "1/5 environment"
 use_environment
-(gpus_of "$PYTHON" check) >/dev/null # before data are drawn for nothing
+(gpus_of "$PYTHON" check) >/dev/null # fail here, before drawing images
 echo "using $PYTHON"
 
 say "2/5 data"
@@ -27,7 +27,7 @@ if [ $# -gt 0 ]; then
 else
     "$PYTHON" scripts/prepare_data.py sample "$data"
 fi
-# Another data set of this name gets a number, whatever was trained on it before.
+# If a run of this name used another data set, append a number to the name.
 label=$("$PYTHON" - "$data" <<'PYTHON'
 import itertools, json, pathlib, sys
 

@@ -44,14 +44,14 @@ from utils import errors
 from utils.errors import BAD_INPUT, INTERRUPTED, UserError
 from utils.option_types import count, list_of, number, positive
 
-FINISHED = ("epochs", "desired_acc", "train_time")  # in summary.json: the run is complete
-LARGEST = "largest"  # as -b of the study
-# The last line of a script with --find-batch.
+FINISHED = ("epochs", "desired_acc", "train_time")  # `finished_because` of complete runs
+LARGEST = "largest"  # value of the study's -b
+# The last line that a script prints with --find-batch.
 LARGEST_LINE = re.compile(r"largest batch per GPU: (\d+)")
-# A line of training in the log, but no epoch's last one, after which evaluation begins.
+# A line of training in the log, except the last one of an epoch, after which evaluation begins.
 STEP = re.compile(r"Epoch (\d+)/(\d+) step +(\d+)/(?!\3\s)(\d+)\s")
 ONE_NODE = ("imagenet_nd.py", "imagenet_dp.py")
-# What the study itself decides, and its own option for that, if there is one.
+# Options of the script that the study sets itself, and the study's option for each, if any.
 OWN = {"--name": "--name", "--train-time": "--hours", "--lr-scaling": "--lr-scaling"}
 OWN |= dict.fromkeys(("-n", "--world-size"), "--nodes")
 OWN |= dict.fromkeys(("-nr", "--rank", "--dist-url", "--resume", "-e", "--evaluate", "--dummy"))
@@ -59,7 +59,7 @@ OWN |= dict.fromkeys(("-nr", "--rank", "--dist-url", "--resume", "-e", "--evalua
 
 @dataclass(frozen=True)
 class StudyRun:
-    """One run; ``command`` is script and options, as for one node."""
+    """One run. ``command``: script and options, as for one node."""
 
     name: str
     nodes: int
@@ -70,8 +70,8 @@ class StudyRun:
     data: str
 
     def file(self, ending: str) -> Path:
-        """A file of the study in the run directory: "log"; "command", with which the run began;
-        "batch", the largest batch per GPU, once --find-batch has printed it."""
+        """Return the path of a study file in the run directory. ``ending``: "log", "command" (that
+        started the run), or "batch" (the largest batch per GPU that --find-batch printed)."""
         return self.folder / f"study.{ending}"
 
     @property
@@ -87,7 +87,7 @@ class StudyRun:
 
     @property
     def state(self) -> str:
-        """Finished, or the last error in its log."""
+        """Return "finished", or "not finished" with the last error in its log."""
         if self.is_finished:
             return "finished"
         log = self.file("log")
@@ -116,7 +116,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--name", help="of the study, its page and its runs (NAME_2nodes); default: the model")
     text = "repeat each run with these seeds; the table has means and standard deviations"
     add("--seeds", type=list_of(count), help=text)
-    text = "train with each value of an option; again for another one. script=A,B varies the script"
+    text = "train with each value of an option; repeatable. script=A,B varies the script"
     add("--vary", action="append", type=varied, metavar="OPTION=A,B", help=text)
     text = "keep the global batch (strong scaling); default: keep -b, per process (weak scaling)"
     add("--global-batch", type=positive, metavar="N", help=text)
@@ -144,12 +144,12 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     most = args.simulate or len(args.machines) or args.nodes[-1]
     args.nodes = args.nodes or sorted({2**i for i in range(20) if 2**i <= most} | {most})
     if args.nodes[-1] > most:
-        raise UserError(f"--nodes {args.nodes[-1]}, but there are {most}")
+        raise UserError(f"--nodes {args.nodes[-1]}, but there are only {most} nodes")
     return args, training
 
 
 def batch_size(text: str) -> str:
-    """A number of images, or `LARGEST`; as text, for a command line."""
+    """Check a number of images, or `LARGEST`. Returns it as text, for a command line."""
     return text if text == LARGEST else str(positive(text))
 
 
@@ -157,7 +157,7 @@ batch_size.__name__ = "whole number"
 
 
 def varied(text: str) -> list[tuple[str, str]]:
-    """Option, such as --lr, and value of each variation in OPTION=A,B."""
+    """Parse OPTION=A,B into pairs of the option, such as --lr, and a value."""
     name, _, values = text.partition("=")
     name = name.lstrip("-")
     if not name or not all(values.split(",")):
@@ -181,7 +181,7 @@ def plan(args: argparse.Namespace, training: list[str]) -> list[StudyRun]:
     for word in (one.partition("=")[0] for one in rest):
         if word in own:
             how = f"give {own[word]} before the --" if own[word] else "leave it out"
-            raise UserError(f"{word} among the script's options: {how}")
+            raise UserError(f"the study sets {word}: {how}")
     planned: dict[str, StudyRun] = {}
     for seed, nodes, *variation in itertools.product(args.seeds or [None], args.nodes, *args.vary):
         script = dict(variation).get("--script", training[0])
@@ -208,7 +208,7 @@ def plan(args: argparse.Namespace, training: list[str]) -> list[StudyRun]:
         parts += [f"seed{seed}"] if seed is not None else []
         name = re.sub(r"[^\w.+-]", "-", "_".join(parts))
         if name in planned:
-            raise UserError(f"two runs would be called {name}: each number and value once")
+            raise UserError(f"two runs would be called {name}: give each number and value once")
         # The study's own options come last, so that they override the others.
         command = (script, *rest, *more, "--name", name, "--resume", "auto")
         group = ", ".join(f"{option.lstrip('-')} {value}" for option, value in variation)
@@ -218,13 +218,13 @@ def plan(args: argparse.Namespace, training: list[str]) -> list[StudyRun]:
 
 
 def batch_per_process(args: argparse.Namespace, script: str, options: Any, nodes: int) -> int:
-    """-b for a global batch that stays the same. Raises: `UserError`."""
+    """Return the -b that gives ``--global-batch`` on ``nodes``. Raises: `UserError`."""
     each = getattr(options, "gpus", None) or (args.machines and args.machines[0].slots)
     each = 1 if args.simulate or script in ONE_NODE else each
     if not each:
         raise UserError(
-            "--global-batch needs to know the processes of a node: write slots=N behind each host, "
-            "or -g N among the script's options"
+            "--global-batch needs a node's number of processes: write slots=N after each host, "
+            "or -g N after the script's name"
         )
     batch, rest = divmod(args.global_batch, nodes * each)
     if rest:
@@ -235,7 +235,7 @@ def batch_per_process(args: argparse.Namespace, script: str, options: Any, nodes
 def launch_command(
     run: StudyRun, args: argparse.Namespace, folder: Path, find: bool = False
 ) -> list[str]:
-    """The command that trains a run (with ``find``: finds its largest batch), and then returns."""
+    """Build the command that trains a run, or with ``find`` finds its largest batch, and waits."""
     script, *words = run.command
     if find:
         words.append("--find-batch")
@@ -245,7 +245,7 @@ def launch_command(
         many = [] if script in ONE_NODE else ["-g", "1" if args.link else str(run.nodes)]
         return [sys.executable, str(ROOT / script), *words, *many]
     if args.slurm is not None:
-        # A job of an earlier launcher may still be there: the next one of that name waits for it.
+        # A job that an earlier study submitted may still exist: this one waits until it has ended.
         own = [f"--nodes={run.nodes}", f"--job-name={run.name}", "--dependency=singleton"]
         own += [f"--output={run.file('log')}", *shlex.split(args.slurm)]
         return ["sbatch", "--wait", *own, "scripts/train.sbatch", script, *words]
@@ -254,14 +254,14 @@ def launch_command(
 
 
 def ssh_options(args: argparse.Namespace) -> list[str]:
-    """How to reach the hosts. No values of --env: they may be secrets."""
+    """Return the options for reaching the hosts. --env without values: they may be secrets."""
     given = {name: getattr(args, name) for name in ("dir", "python", "ssh", "grace")}
     words = [f"--{name}={value}" for name, value in given.items() if value is not None]
     return [*words, *(f"--env={name}" for name, _ in args.env or ())]
 
 
 class Runner:
-    """Starts runs. Ctrl-C and SIGTERM end the present one with a snapshot, and the study."""
+    """Starts runs. Ctrl-C and SIGTERM end the current run with a snapshot, then the study."""
 
     def __init__(self, args: argparse.Namespace, book: Path):
         self.args, self.book = args, book
@@ -276,7 +276,7 @@ class Runner:
             process.send_signal(signal.SIGINT)
 
     def train(self, run: StudyRun) -> None:
-        """Train a run, with the largest batch if -b asks for it. Raises: `UserError`."""
+        """Train a run. With `LARGEST` as -b, find its batch first. Raises: `UserError`."""
         run.folder.mkdir(parents=True, exist_ok=True)
         if self.args.batch_size == LARGEST and not run.batch:
             log = run.file("log")
@@ -312,7 +312,7 @@ class Runner:
         """
         env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "NODE_RANK")}
         env |= {"PYTHONUNBUFFERED": "1", **dict(self.args.env or ())}
-        # In a session of its own: Ctrl-C is for this process, which passes it on.
+        # Each command has its own session: Ctrl-C reaches only this process, which passes it on.
         how = {"env": env, "start_new_session": True, "stdin": subprocess.DEVNULL}
         how["preexec_fn"] = functools.partial(launch.die_with_parent, os.getpid())
         how["cwd"] = ROOT if self.args.slurm is not None else None
@@ -333,11 +333,11 @@ class Runner:
         return any(process.poll() is None for process in self.processes)
 
     def follow(self, run: StudyRun, log: TextIO) -> None:
-        """Show a run's log until it ends. While it trains, call nvidia-smi: early on, and in its
-        second half."""
+        """Show a run's log until it ends. Call nvidia-smi twice while it trains: early on, and in
+        the second half."""
         began, due, tail, running = None, [0.0, 0.5], "", True
         while running:
-            running = self.is_running()  # before reading, or the last lines may be missed
+            running = self.is_running()  # check before reading, or the last lines may be missed
             time.sleep(0.1)
             text = log.read()
             print(text, end="", flush=True)
@@ -354,13 +354,13 @@ class Runner:
                     due = [one for one in due if one > part]
 
     def keep_nvidia_smi(self, run: StudyRun, place: str) -> None:
-        """Keep what nvidia-smi prints on each node, if it has that program and the run still
-        trains; ``place`` says how far it is."""
+        """Save nvidia-smi's output from each node that has it, if the run still trains.
+        ``place``: the progress of the run, as text."""
         prefixes = {"this machine": []} if self.args.simulate else {}
         for host in self.args.machines[: run.nodes]:
             prefixes[host.name] = [*shlex.split(self.args.ssh), "-o", "BatchMode=yes", host.address]
         if self.args.slurm is not None:
-            # The job that trains, whose name train.sbatch has printed, is not always the newest.
+            # train.sbatch prints the id of the job that trains; it is not always the newest job.
             job = re.findall(r"--name slurm_(\d+)", run.file("log").read_text(errors="replace"))[-1]
             nodes = [f"--jobid={job}", f"--nodes={run.nodes}", "--ntasks-per-node=1", "--overlap"]
             prefixes[f"job {job}"] = ["srun", *nodes, "--label"]
@@ -377,7 +377,7 @@ class Runner:
             (self.book / f"{run.name}.nvidia-smi.txt").write_text("\n".join(dumps))
 
     def check_nodes(self, runs: list[StudyRun]) -> None:
-        """Copy the code to all hosts, if asked to, and check them. Raises: `UserError`."""
+        """With --sync, copy the code to all hosts. Then check them. Raises: `UserError`."""
         args, run = self.args, max(runs, key=lambda run: run.nodes)
         lines = [text for text in args.hosts.read_text().splitlines() if text.split("#")[0].split()]
         for nodes in {one.nodes for one in runs}:
@@ -389,7 +389,7 @@ class Runner:
         if not args.no_doctor and self.execute([words]) not in (0, 1):
             raise UserError(
                 "the nodes are not ready, see above: correct that and run the same command again "
-                "(--no-doctor trains all the same)"
+                "(--no-doctor leaves this check out)"
             )
 
 
@@ -433,7 +433,7 @@ def main() -> int:
         runner = Runner(args, folder)
         if args.hosts and left:
             runner.check_nodes(left)
-        for run in [*left, *left]:  # a run that a lost node has ended gets a second attempt
+        for run in [*left, *left]:  # a run that fails, say because a node is lost, gets another try
             if run.is_finished or runner.stopped:
                 continue
             runner.train(run)

@@ -5,10 +5,10 @@
     python scripts/show_images.py --epochs 0,1,2 --progressive 160:192 DATA
     python scripts/show_images.py --val --image-size 64 data/sample
 
-Takes the options of the training script, and loads images by the training's own code: those of
-its first step (with several processes, those of rank 0), cropped, augmented and mixed. With
---resume it is the step at which the snapshot continues. Below a mixed image stands the share of
-each class.
+Takes the options of the training script, and loads images with the training's own code. It draws
+the batch of the first step (with several processes, rank 0's), cropped, augmented and mixed. With
+--resume, it draws the batch with which the run would continue. The caption of a mixed image has
+the share of each class.
 """
 
 import argparse
@@ -41,7 +41,7 @@ BOX = "#ff2020"
 
 
 def parse(words: list[str]) -> options.Options:
-    """The options of the picture and of the training. Raises: `UserError`."""
+    """Parse the options of the picture and of the training. Raises: `UserError`."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     text = "the training script whose options and batches to use: imagenet_MODE.py"
     mode = {"choices": ("nd", "dp", "ddp", "fsdp", "ddp_apex"), "default": "nd", "help": text}
@@ -56,7 +56,7 @@ def parse(words: list[str]) -> options.Options:
     add("--out", type=Path, default=Path("images.png"), metavar="FILE", help="the picture")
     text = "draw the same images in several epochs, counted from 0, such as 0,1,2; before mixing"
     add("--in-epochs", type=list_of(count), metavar="LIST", help=text)
-    # --epochs N is the length of the training, and --epochs 0,1,2 a list for this command.
+    # --epochs N is the length of the training; --epochs 0,1,2 is this command's list.
     for i, word in enumerate(words := list(words)):
         name, _, value = word.partition("=")
         if name == "--epochs" and "," in (value or "".join(words[i + 1 : i + 2])):
@@ -71,13 +71,13 @@ def parse(words: list[str]) -> options.Options:
 
 
 def original(batches: Batches, index: int, epoch: int, side: int) -> tuple[np.ndarray, str]:
-    """The image behind ``index`` of a `Batch`, with the box of its crop, and its file name.
+    """Draw the whole image of ``index`` in a `Batch`, with the box of its crop.
 
-    Returns: uint8 [h, h, 3], as large as the crop of ``side`` pixels is drawn.
+    Returns: uint8 [h, h, 3], as large as the drawn crop of ``side`` pixels; and the file name.
     """
     dataset, unreadable = batches.dataset, batches.bad.seen
     source, image = dataset.source, index % len(dataset.source)
-    while image in unreadable and dataset.train:  # the next one has taken its place
+    while image in unreadable and dataset.train:  # training has used the next image instead
         image = (image + 1) % len(source)
     if (shape := source.shape(image)) is not None:
         pixels = np.array(source.rows(image, 0, shape[0]))
@@ -86,7 +86,7 @@ def original(batches: Batches, index: int, epoch: int, side: int) -> tuple[np.nd
     else:
         pixels = decode(source.read(image)).permute(1, 2, 0).numpy()
     cut = dataset.cut(pixels.shape[:2], dataset.key(index, epoch), side)
-    # Of the window, which is cut out of the resized box, in pixels of the image.
+    # The corners of the window, which is cut out of the resized box, in pixels of the image.
     y, x = cut.box[2] / cut.size[0], cut.box[3] / cut.size[1]
     top, left = cut.box[0] + cut.window[0] * y, cut.box[1] + cut.window[1] * x
     corners = left, top, left + cut.window[3] * x, top + cut.window[2] * y
@@ -99,13 +99,13 @@ def original(batches: Batches, index: int, epoch: int, side: int) -> tuple[np.nd
 
 
 def draw(args: options.Options) -> tuple[Image.Image, str]:
-    """The picture, and a line about it. Raises: `UserError`."""
+    """Draw the picture. Returns: it, and a line about it. Raises: `UserError`."""
     processes = 1
-    if hasattr(args, "gpus"):  # of a mode with several processes
+    if hasattr(args, "gpus"):  # the mode has several processes
         processes = (args.gpus or max(1, torch.cuda.device_count())) * (args.world_size or 1)
 
     class Rank0(World):
-        """Rank 0 of a job of so many processes, without the others."""
+        """Rank 0 of a job with several processes, of which no other exists."""
 
         slices = processes
 
@@ -125,7 +125,7 @@ def draw(args: options.Options) -> tuple[Image.Image, str]:
         images, targets = next(batches.rest(epoch, step))[:2]
         batches.sampler.start_at(epoch, step)
         what = f"of epoch {epoch}, step {step}"
-    each = (1 + args.original) * len(args.in_epochs or [epoch])  # tiles of an image
+    each = (1 + args.original) * len(args.in_epochs or [epoch])  # tiles per image
     number = min(len(images), args.show or max(4, grid.MOST // each))
     line = f"{number} of the {len(images)} images {what}"
     if not (args.original or args.in_epochs):

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # TensorBoard for all runs: bash scripts/tensorboard.sh [HOSTS_FILE]
 #
-# With HOSTS_FILE (one ssh host per line; see scripts/ssh/hosts.py) it first copies the event files
-# of these hosts into runs/hosts/HOST, and again every minute. They are read from the same path as
-# here, unless runs=/path/to/runs follows the host.
+# With HOSTS_FILE (one ssh host per line; see scripts/ssh/hosts.py) it copies the event files of
+# these hosts into runs/hosts/HOST, at the start and every minute. On each host it reads the same
+# path as on this machine, unless runs=/path/to/runs follows the host.
 #
 # In the environment:
 #   RUNS   folder of run directories (runs)
@@ -22,8 +22,8 @@ mkdir -p "$runs" || fail "cannot make the folder $runs"
 runs=$(cd "$runs" && pwd)
 ssh=(ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=10)
 
-# fetch ADDRESS NAME [PATH]: the event files below PATH; by tar if one of the two sides has no
-# rsync.
+# fetch ADDRESS NAME [PATH]: copy the event files below PATH, with rsync, or with tar if one of the
+# machines has no rsync.
 fetch() {
     local host=$1 target=$runs/hosts/$2 path=${3:-$root/runs} quoted there
     mkdir -p "$target"
@@ -50,7 +50,7 @@ fetch_all() {
 
 if [ -n "$hosts" ]; then
     fetch_all
-    # Continues as long as this shell's process, which becomes TensorBoard, lives.
+    # Repeat while this shell's process lives; `exec` below turns it into TensorBoard.
     main=$$
     (
         while true; do
@@ -67,7 +67,7 @@ host=$(hostname -I 2>/dev/null | cut -d' ' -f1) || host=
 cat <<TEXT
 On your laptop:  ssh -N -L $port:localhost:$port $(id -un)@${host:-$(hostname)}
 then open        http://localhost:$port/#custom_scalars  (all runs overlaid; HPARAMS: a table)
-(On AWS, take the public address of this machine, and -i KEY.pem.)
+(On AWS, use the public address of this machine, and add -i KEY.pem.)
 TEXT
 exec "$PYTHON" -m tensorboard.main --logdir "$runs" --host 127.0.0.1 --port "$port" \
     --reload_multifile true

@@ -1,9 +1,9 @@
 """torchrun for scripts/launch.sh: the same options, but a better exit code and time for snapshots.
 
-- The exit code is that of the training process that failed, not of one that lost it, and its error
-  is the last line; torchrun itself exits with 1 and a traceback of fifty lines.
-- After SIGTERM or Ctrl-C it waits until the training processes have written their snapshot;
-  torchrun would kill them after 30 s. It restarts none of them. A second Ctrl-C kills them.
+- It exits with the code of the process that failed first, not of one that lost its peer, and the
+  last line is that error. torchrun itself exits with 1 and a traceback of fifty lines.
+- After SIGTERM or Ctrl-C it waits until the training processes have written their snapshot, and
+  restarts none. torchrun would kill them after 30 s. A second Ctrl-C kills them.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ from utils import errors
 from utils.errors import BAD_INPUT, LOST_PEER, UserError
 from utils.launch import job_exit_code, shell_exit_code
 
-signals: list[int] = []  # that this process has received
-codes: list[int] = []  # of the training processes that one of them has ended
+signals: list[int] = []  # received by this process
+codes: list[int] = []  # exit codes of the training processes, after a signal
 
 
 def main() -> int:
@@ -34,20 +34,20 @@ def main() -> int:
         """Ask the training processes to end, and wait for them; torchrun then cleans up."""
         signals.append(signum)
         task = Path(f"/proc/self/task/{os.getpid()}/children")
-        # torchrun gives each a session of its own; the tee of launch.sh is in this one.
+        # Training processes have their own sessions; the tee of launch.sh is in this one.
         children = [pid for pid in map(int, task.read_text().split()) if os.getsid(pid) == pid]
         for pid in children:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL if signals.count(signal.SIGINT) > 1 else signal.SIGTERM)
         if len(signals) > 1:
-            return  # into the first one's wait
+            return  # the handler of the first signal is still waiting
         for pid in children:
             with contextlib.suppress(ChildProcessError):  # WNOWAIT: torchrun collects it
                 done = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
                 codes.append(done.si_status * (1 if done.si_code == os.CLD_EXITED else -1))
         raise SignalException("", signal.Signals(signum))
 
-    logging.disable()  # of torchrun: the training processes themselves report errors
+    logging.disable()  # torchrun's log: the training processes report errors themselves
     args = run.parse_args(None)
     args.signals_to_handle = "SIGQUIT"  # not those that `end` handles
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -55,7 +55,7 @@ def main() -> int:
     try:
         run.run(args)
     except ChildFailedError as failed:
-        # Those that torchrun has ended for the failure of another are later than this.
+        # Processes that ended later were stopped by torchrun because of the first failure.
         latest = failed.get_first_failure()[1].timestamp + 1  # in whole seconds
         ended = [one for one in failed.failures.values() if one.timestamp <= latest]
         return shell_exit_code(job_exit_code([one.exitcode for one in ended]))

@@ -51,7 +51,7 @@ def test_a_case_is_a_loop_and_additions():
         line = re.sub(r"\S+/(imagenet_)?|.* --(?=nproc)| --output.*", "", line)
         assert re.sub(r"^python\S*", "python", line) == words.format(" ".join(SMALL))
     for case, message in (
-        ("nd,", "'' is no loop"),
+        ("nd,", "'' is not one of nd, dp"),
         ("nd+", "cannot be combined with ''"),
         ("nd+x2", "cannot be combined with 'x2'"),
     ):
@@ -247,7 +247,7 @@ def test_the_parts_after_one_that_fails_are_run(monkeypatch, tmp_path):
         Part("Two", "-c exit('no_kernel')", 100): (r"\*\*Failed:", "exit code 1: no_kernel"),
         Part("Three", f"{tmp_path}/late.py", 6, makes="made"): ("Left out: ", "longer than 6 s"),
         Part("Four", "-c print(1)", 100, needs="made"): ("Left out: ", "made is missing"),
-        Part("Five", "-c print(1)", 100, gpus=2): ("Left out: it needs 2 GPUs", "here are 0"),
+        Part("Five", "-c print(1)", 100, gpus=2): ("Left out: it needs 2 GPUs", "machine has 0"),
         Part("Six", "-c exit(75)", 100): ("Left out: ", "exit code 75"),
         Part("Seven", "-m pytest", 100): ("Left out: ", "pytest is not installed"),
     }

@@ -17,8 +17,8 @@ other cannot be compared with one: it has another model (vgg19, not resnet50) an
 (176, not 224) and data (8 images, not 9 images) and training image sizes (128:160, not 224).
 two trained 1.90 times as many images per second as one (95 % efficiency).
 Both reached 60 % top-1: after 2 h (two) and 3 h (one).
-Top-1 after epoch 4, the last of the shortest run: 60.50 % (two) and 70.00 % (one) (how much is \
-noise is unknown: the number of images is not recorded).
+Top-1 after epoch 4, the last of the shortest run: 60.50 % (two) and 70.00 % (one) (the noise is \
+unknown, because the number of images is not recorded).
 Beware: the runs differ in length (4 to 5 epochs); the global batches differ (64 to 130), which \
 changes accuracy; the runs differ in mode, precision, comm, gpu, cpu and torch.
 
@@ -211,7 +211,7 @@ BEYOND = "more than the noise of 50000 images, but another seed may change it as
         ),
         (  # 0.53 points at 76 %: two independent samples of 50,000
             {"a": (1600, (60, 75.7), GOOD), "b": (1620, (60, 76.25), GOOD)},
-            ["a and b trained equally fast: the speed of an epoch varies as much as theirs.",
+            ["a and b trained equally fast: their speeds differ no more than those of epochs.",
              "Both reached 75 % top-1: after 3.33 min (a) and 3.33 min (b).",
              f"Best top-1: 75.70 % (a) and 76.25 % (b), {BEYOND}"],
         ),
@@ -307,7 +307,7 @@ def test_bad_input_is_an_error(tmp_path, monkeypatch):
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     for arguments, message in {
         "nowhere": "nowhere does not exist",
-        "notes.txt": "notes.txt holds no event file",
+        "notes.txt": "notes.txt has no TensorBoard event file",
         "good --labels a b": "2 labels for 1 runs (good); give one per run",
         "good --out notes.txt": "notes.txt",
         "x_gpux2_b4_cpu1_ddp --results binary": "binary is not a text file",

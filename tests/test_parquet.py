@@ -58,7 +58,7 @@ def test_imagenet_in_shards_and_in_folders(hub, tmp_path):
     command, out = re.search(r"run `python (.*)`, and train on (.*)$", str(error.value)).groups()
     assert shlex.split(command)[1:] == ["parquet", str(folder), out]
     said = succeed("parquet", folder, tmp_path / "shards")
-    assert "left out: test, as its classes are not published" in said
+    assert "left out: test, because its classes are not published" in said
     assert "train 35 images, val 14 images" in said
     assert folder_of(tmp_path / "shards") == expected
     assert (tmp_path / "shards/val/classes.txt").read_text().split() == sorted(WORDNET)
@@ -70,7 +70,7 @@ def test_imagenet_in_shards_and_in_folders(hub, tmp_path):
     assert "nothing to do" in succeed("parquet", folder, tmp_path / "shards")
     lost = folder / "data" / "train-00003-of-00005.parquet"
     lost.unlink()
-    assert "has not all 5 files such as train-0000" in fail("parquet", folder, tmp_path / "new")
+    assert "lacks some of the 5 files such as train-0" in fail("parquet", folder, tmp_path / "new")
     lost.write_bytes(b"PAR1 no")
     assert f"cannot read {lost}" in fail("parquet", folder, tmp_path / "new")
 

@@ -201,7 +201,7 @@ def test_archives_may_come_one_after_the_other_and_a_cut_one_is_named(tmp_path):
     assert TRAIN_TAR in fail(*command)
     assert not out.exists()
     put(source, {TRAIN_TAR: archive})
-    assert "not prepared: val" in succeed(*command)
+    assert "left out: val" in succeed(*command)
     assert images(out) == {k: v for k, v in expected().items() if k.startswith("train")}
     (source / TRAIN_TAR).unlink()
     (tmp_path / "later").rename(source / VAL_TAR)
@@ -221,7 +221,7 @@ def test_nothing_is_written_outside_the_folder(tmp_path, layout, command):
         out = tmp_path / f"deep/er/out{number}"
         put(source, {CSV: solution([bad, TENCH, TENCH])})
         words = (out, "--source", source) if command == "imagenet" else (source, out)
-        assert "is no place in" in fail(command, *words)
+        assert "would be outside" in fail(command, *words)
     assert not (tmp_path / "x").exists() and not list(tmp_path.rglob("deep/**/x"))
 
 
@@ -230,7 +230,7 @@ def test_wrong_labels_are_refused(tmp_path):
     message = fail("imagenet", out, "--source", tmp_path / "missing")
     assert f"there is no folder {tmp_path}/missing" in message and not out.exists()
     for labels, message in (
-        (solution(VAL_CLASSES[:2]), f"holds {VAL[2]}, which the list of classes"),
+        (solution(VAL_CLASSES[:2]), f"holds {VAL[2]}, which is not in the list"),
         (solution([*VAL_CLASSES, TENCH]), f"lacks 1 of the images, such as {VAL[3]}"),
     ):
         put(source, {CSV: labels})

@@ -65,13 +65,13 @@ def test_killed_at_any_moment_no_image_is_lost(tmp_path):
 def test_what_cannot_be_split_is_left_as_it_is(data, tmp_path):
     put(data, {"train/c/only.jpg": b"x"})
     before = images(data)
-    assert "class c has 1 images, of which none would be left" in fail("split", data, "--test", 0.1)
+    assert "class c has only 1 images, so none would be left" in fail("split", data, "--test", 0.1)
     put(data, {"test/a/other.jpg": b"x"})
     message = fail("split", data, "--test", 0.1)
     assert f"{data}/test exists, and this command did not make it" in message
     os.remove(data / "test/a/other.jpg")
     assert images(data) == before
-    assert "is no folder of image files" in fail("split", tmp_path / "none", "--test", 0.1)
+    assert "has no class folders of images" in fail("split", tmp_path / "none", "--test", 0.1)
     succeed("shards", data, tmp_path / "shards")
     line = fail("split", tmp_path / "shards", "--test", 0.1)
     assert "no folder of image files" in line or "no images in class folders" in line

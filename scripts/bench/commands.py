@@ -1,4 +1,4 @@
-"""Run commands with a time limit, at which their child processes are killed as well."""
+"""Run commands with a time limit. At the limit their child processes are killed, too."""
 
 import contextlib
 import os
@@ -15,17 +15,17 @@ from utils.launch import die_with_parent
 
 
 def run(commands: list[list[str]], seconds: float, advice: str = "", **options: Any) -> list[str]:
-    """Run ``commands`` side by side, each in its own session. Returns: what each has printed.
+    """Run ``commands`` side by side, each in its own session. Returns: the output of each.
 
-    Once one has failed, the others are killed. ``options`` are those of `subprocess.Popen`.
-    Raises: `UserError` with the last lines of a command that fails, or with ``advice`` after
-    ``seconds``. Its code is `INTERRUPTED` after that time, or if the command exits with that code.
+    When one fails, the others are killed. ``options`` are those of `subprocess.Popen`. Raises:
+    `UserError` with the last lines of a command that fails, or with ``advice`` after ``seconds``.
+    Its code is `INTERRUPTED` after the time limit, or if the command exits with that code.
     """
     parent, end, started = os.getpid(), time.monotonic() + seconds, []
     options |= {"stdin": subprocess.DEVNULL, "start_new_session": True}
     options["preexec_fn"] = lambda: die_with_parent(parent)  # even if this process is killed
     with contextlib.ExitStack() as stack:
-        # Files: a process that the command has left behind would keep a pipe open.
+        # Files, not pipes: a process that the command leaves behind would keep a pipe open.
         files = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in 2 * commands]
         outputs, errors = files[::2], files[1::2]
         try:

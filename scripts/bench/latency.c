@@ -1,8 +1,8 @@
-/* A slow disk for the program that it is preloaded into (bench_input.py --latency): each open and
- * stat by name, and each read that Linux's read-ahead would not have done, takes LATENCY_US
- * microseconds longer, if the path begins with one of LATENCY_PATHS (separated by colons). As on a
- * network disk, calls of several threads wait side by side. Covered: the calls by which Python reads
- * image files and tar files; not preadv, and not fopen and mmap, which C libraries may use.
+/* Simulates a slow disk for the program that preloads it (bench_input.py --latency). It adds
+ * LATENCY_US microseconds to each open and stat by name, and to each read that Linux's read-ahead
+ * would not have served, if the path begins with one of LATENCY_PATHS (separated by colons). As on a
+ * network disk, calls of several threads wait side by side. It covers the calls by which Python reads
+ * image files and tar files. It does not cover preadv, or fopen and mmap, which C libraries may use.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -16,10 +16,10 @@
 #include <unistd.h>
 
 #define FILES 65536
-#define READ_AHEAD (128 << 10) /* bytes, Linux's default; a longer read brings all that it asks for */
+#define READ_AHEAD (128 << 10) /* bytes, Linux's default; a longer read gets its full length */
 #define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
 
-/* Of each open file: 0 if it is fast, else 1 + the place up to which it has been read ahead. */
+/* For each open file: 0 if it is fast, else 1 + the offset up to which it has been read ahead. */
 static off_t known[FILES];
 
 static void wait_for_server(void) {

@@ -20,18 +20,18 @@ from utils.errors import UserError
 
 
 class Namespaces:
-    """Namespaces of these ``kinds`` (options of unshare), and a process that keeps them.
+    """Namespaces of these ``kinds`` (options of unshare), and a process that keeps them alive.
 
-    ``enter`` is the prefix of a command that is to run inside.
+    ``enter`` is the prefix of a command to run inside.
     """
 
     def __init__(self, kinds: tuple[str, ...]):
         """Raises: `UserError` where namespaces are not allowed."""
         new = ["unshare", *kinds, "--fork", "--kill-child"]
         new += ["--mount-proc"] if "--pid" in kinds else []
-        # The kernel kills unshare with this process, the first program with unshare, and with its
-        # first program a whole process namespace. The first program has to collect dead orphans:
-        # ignoring SIGCHLD does that.
+        # When this process dies, the kernel kills unshare. With unshare it kills the first program,
+        # and with that all processes of a process namespace. The first program must collect dead
+        # orphans: ignoring SIGCHLD does that.
         first = ["sh", "-c", "echo ready; trap '' CHLD; exec sleep infinity"]
         self.keeper = subprocess.Popen(
             ["setpriv", "--pdeathsig", "KILL", *new, *first],
@@ -57,7 +57,7 @@ class Namespaces:
 
 
 def children(pid: int) -> list[int]:
-    """The ids of a process's children; none once it has exited."""
+    """Return the ids of a process's children; none if it has exited."""
     try:
         return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except FileNotFoundError:
@@ -83,7 +83,7 @@ def make_bridge(switch: Namespaces) -> None:
 
 
 def plug_in(number: int, node: Namespaces, switch: Namespaces) -> None:
-    """Connect a node: eth0 there, and ``port<number>`` in the switch."""
+    """Connect a node's eth0 with ``port<number>`` of the switch."""
     cable = f"ip link add port{number} type veth peer name eth0 netns {node.first}"
     do(*switch.enter, "sh", "-ec", f"{cable}; ip link set port{number} up master bridge")
     up = f"ip link set lo up; ip address add {address(number)}/24 dev eth0; ip link set eth0 up"
@@ -91,14 +91,14 @@ def plug_in(number: int, node: Namespaces, switch: Namespaces) -> None:
 
 
 def limit(node: Namespaces, rate: str, latency: str = "20ms") -> None:
-    """Limit what a node sends: ``rate`` such as 100mbit, of Ethernet's bytes."""
+    """Limit the rate at which a node sends, such as 100mbit, counted in Ethernet's bytes."""
     line = f"tc qdisc add dev eth0 root tbf rate {rate} burst 256kb latency {latency}"
     do(*node.enter, *line.split())
 
 
 @contextlib.contextmanager
 def network(count: int) -> Iterator[list[Namespaces]]:
-    """Start ``count`` connected nodes, which end with the block. Raises: `UserError`."""
+    """Start ``count`` connected nodes; they end with the `with` block. Raises: `UserError`."""
     if os.geteuid() != 0:
         raise UserError("nodes on one machine (network namespaces) need root: use sudo")
     for program in ("unshare", "nsenter", "setpriv", "ip", "tc"):

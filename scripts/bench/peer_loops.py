@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""The usual training loops: what two well-known scripts do, rewritten for a comparison.
+"""The training loops of two well-known scripts, rewritten for a comparison.
 
     python scripts/bench/peer_loops.py examples -a resnet18 -b 32
     python scripts/bench/peer_loops.py torchvision -a resnet18 -b 32 -j 2 --data DATA
 
-``examples``: pytorch/examples' imagenet/main.py: float32, three numbers to the host in every step
-before backward. ``torchvision``: torchvision's references/classification: cuDNN's benchmark mode,
---amp with a GradScaler, blocking uploads, and the numbers to the host after the step. With --data
+``examples`` is pytorch/examples' imagenet/main.py: float32; every step copies three numbers to the
+host before backward. ``torchvision`` is torchvision's references/classification: cuDNN's benchmark
+mode, --amp with a GradScaler, blocking uploads; the step copies the numbers at its end. With --data
 they train an epoch, without evaluation. Without --data they repeat one batch, which stays on the
-device, and are timed as by --dummy of this suite; the last line is JSON. Under torchrun both use
+device, and are timed in the same way as --dummy; the last line is JSON. Under torchrun both use
 DistributedDataParallel with its defaults.
 """
 
@@ -121,7 +121,7 @@ def main() -> None:
 
 
 def loader(args: argparse.Namespace) -> DataLoader:
-    """The usual loader of a folder of training images."""
+    """Build the usual loader of a folder of training images."""
     steps = [v2.RandomResizedCrop(args.image_size), v2.RandomHorizontalFlip(), v2.PILToTensor()]
     steps += [v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
     images = datasets.ImageFolder(args.data / "train", v2.Compose(steps))

@@ -14,7 +14,7 @@ PACKAGES = {  # Debian or Ubuntu package: where its photographs are
     "lomiri-wallpapers-16.04": "usr/share/backgrounds/*_by_*.jpg",
     "mate-backgrounds": "usr/share/backgrounds/mate/nature/*.jpg",
 }
-VERSION = 3  # of the rules below; with a new one, images are made again
+VERSION = 3  # of the rules below; another version makes the images again
 CLASSES = 10
 CANDIDATES = 6
 SHAPES = ((500, 375), (500, 333), (375, 500), (640, 480), (500, 500), (400, 300))  # width, height
@@ -22,7 +22,7 @@ KILOBYTES = (70, 170)  # ImageNet's mean is 110
 
 
 def find(folder: Path | None = None) -> list[Path]:
-    """Photographs in ``folder``, or else those of the installed `PACKAGES`."""
+    """Find the photographs in ``folder``; by default, those of the installed `PACKAGES`."""
     if folder is not None:
         return sorted(p for p in folder.rglob("*") if p.suffix.lower() in (".jpg", ".jpeg"))
     return sorted(path for pattern in PACKAGES.values() for path in Path("/").glob(pattern))
@@ -47,7 +47,7 @@ def make(cache: Path, photographs: list[Path], images: int, seed: int = 0) -> Pa
         file.parent.mkdir(parents=True, exist_ok=True)
         draw = random.Random(seed << 32 | number)
         photograph, shape = draw.choice(opened), draw.choice(SHAPES)
-        # The most detailed of several places: wallpapers have more sky and blur than ImageNet.
+        # Take the most detailed of several views: wallpapers have more sky and blur than ImageNet.
         views = [_view(photograph, shape, draw) for _ in range(CANDIDATES)]
         image = max(views, key=lambda view: len(_jpeg(view, 75)))
         target_bytes = draw.uniform(*KILOBYTES) * 1000

@@ -1,7 +1,7 @@
 """Input pipelines from JPEG files to batches of 224-pixel training crops.
 
-Each is a function of a list of batches and a number of workers, and yields the batches one by one.
-With 0 workers one thread of this process makes them.
+Each pipeline is a function of a list of batches and a number of workers. It yields the batches one
+by one. With 0 workers one thread of this process makes them.
 """
 
 import random
@@ -28,7 +28,7 @@ Pipeline = Callable[[list[Batch], int], Iterator[Any]]
 
 
 def all_of(source: Source) -> dict[str, Pipeline]:
-    """The pipelines of this suite and of installed packages by name; ratios are to the first."""
+    """Return the pipelines of this suite and of installed packages; ratios refer to the first."""
     suite: dict[str, Pipeline] = {"this suite": this_suite(source)}
     if source.stores_pixels:  # the others read image files
         return suite
@@ -47,7 +47,7 @@ def all_of(source: Source) -> dict[str, Pipeline]:
 
 
 def this_suite(source: Source, regions: bool = False) -> Pipeline:
-    """The input path of this repository, up to the slots of its ring."""
+    """This suite's input path, up to the slots of its ring buffer."""
 
     class Sampler(list):  # of batches
         largest = property(lambda self: max(len(batch.indices) for batch in self))
@@ -59,7 +59,7 @@ def this_suite(source: Source, regions: bool = False) -> Pipeline:
 
 
 def data_loader(dataset: Dataset) -> Pipeline:
-    """torch's DataLoader, which hands batches over in shared memory."""
+    """torch's DataLoader, which passes batches on in shared memory."""
 
     def batches_of(batches: list[Batch], workers: int) -> Iterator[Any]:
         options = {"num_workers": workers, "collate_fn": _as_is}
@@ -117,8 +117,8 @@ def timm(source: Source) -> Pipeline:
 def dali(source: Source) -> Pipeline:
     """DALI's decoder with random crops, its resize and its flip, all on the CPU.
 
-    A pipeline of DALI's reads in its own order, and ignores the requested batches. Its threads
-    belong to this process. They are started once, which is not timed.
+    A DALI pipeline reads in its own order, and ignores the requested batches. Its threads belong to
+    this process. They start once, and the start is not timed.
     """
     from nvidia.dali import fn, pipeline_def, types
 
@@ -136,7 +136,7 @@ def dali(source: Source) -> Pipeline:
 
         pipeline = crops()
         pipeline.build()
-        for _ in range(4):  # until its queues are full
+        for _ in range(4):  # fill its queues
             pipeline.run()
         return pipeline
 
@@ -149,7 +149,7 @@ def dali(source: Source) -> Pipeline:
 
 
 def has_spdl() -> bool:
-    """Whether SPDL is installed, and the FFmpeg that it needs."""
+    """Whether SPDL and the FFmpeg libraries that it needs are installed."""
     try:
         import spdl.io
         import spdl.pipeline

@@ -1,4 +1,4 @@
-"""How benchmarks measure and print: cases in interleaved rounds, and tables of medians."""
+"""Measure the cases of a benchmark in interleaved rounds, and print a table of medians."""
 
 import resource
 import sys
@@ -24,7 +24,7 @@ def measure(
 
     Every other round runs in reverse order. A case that fails is reported and left out.
     Returns: the figures of each case, by round.
-    Raises: `UserError` if no case is left; with ``strict`` as soon as one has failed.
+    Raises: `UserError` if no case is left, or with ``strict`` when the first case fails.
     """
     results: dict[Case, list[Figures]] = {case: [] for case in cases}
     for number in range(rounds):
@@ -44,7 +44,7 @@ def measure(
 
 
 def cpu_seconds() -> float:
-    """CPU seconds of this process and of its child processes that have exited."""
+    """Return the CPU seconds of this process and of its child processes that have exited."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(one.ru_utime + one.ru_stime for one in used)
 
@@ -60,9 +60,9 @@ def add_ratio(rounds: list[Figures], base: list[Figures], key: str, name: str = 
 
 
 def table(head: str, results: dict[str, list[Figures]], columns: dict[str, tuple[str, str]]) -> str:
-    """A row of medians for each case, in Markdown; `NONE` where a figure is unknown.
+    """Format a row of medians for each case, in Markdown; `NONE` where a figure is unknown.
 
-    ``head`` and names may have several cells, as a|b. ``columns``: title: (figure, format).
+    ``head`` and names may hold several cells, as in a|b. ``columns``: title: (figure, format).
     """
     rows = []
     for name, rounds in results.items():

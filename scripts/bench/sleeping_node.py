@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""One node of `bench_network.py --sleep MODEL`. It exchanges gradients, and sleeps in place of
-compute.
+"""One node of `bench_network.py --sleep MODEL`. It exchanges gradients, and sleeps instead of
+computing.
 
 So a few cores simulate several GPUs. DistributedDataParallel gets gradients of the model's shapes,
 in the order and at the times at which a GPU would compute them. Rank 0 prints JSON: the figures of
@@ -32,7 +32,7 @@ from utils import addons
 from utils.extras import dummy
 from utils.world import World
 
-FORWARD = 1 / 3  # of a step's compute: one product per layer, where backward has two
+FORWARD = 1 / 3  # fraction of a step's compute: one product per layer, while backward has two
 ALONE = "alone"  # steps without an exchange
 Shape = tuple[int, ...]
 
@@ -40,7 +40,7 @@ Shape = tuple[int, ...]
 class SleepingModel(nn.Module):
     """A model whose step sleeps ``compute_s`` seconds.
 
-    ``gradients``, in the order of their arrival: share of the compute that is done by then, shape.
+    ``gradients``, in the order of their arrival: fraction of the compute done by then, and shape.
     """
 
     def __init__(self, gradients: list[tuple[float, Shape]], compute_s: float):
@@ -87,7 +87,7 @@ class _Layer(torch.autograd.Function):
 
 
 def shrink_shape(shape: Shape, times: float) -> Shape:
-    """A shape with about 1 / ``times`` of the values. Matrices keep their proportions."""
+    """Return a shape with about 1 / ``times`` of the values. Matrices keep their proportions."""
     if len(shape) == 1:
         return (math.ceil(shape[0] / times),)
     rows = math.ceil(shape[0] / math.sqrt(times))
@@ -122,7 +122,7 @@ def main() -> None:
     trainings = {method: training(method) for method in (ALONE, *order.methods)}
 
     def figures_of(method: str) -> rounds.Figures:
-        """The figures of a step after one to warm up, in the units of the real nodes."""
+        """Time a step, after one warm-up step. Returns: figures converted to real nodes."""
         replica = trainings[method]
 
         def step() -> None:

@@ -26,8 +26,8 @@ MACHINE = ("gpu", "driver", "cpu", "torch")
 
 
 class Row(NamedTuple):
-    """A quantity: ``of(run)`` is its value (by default the fact ``key``), ``show(value)`` its text,
-    ``key`` its column in the CSV file."""
+    """A row of the table. ``of(run)``: the value (default: the fact ``key``). ``show(value)``: its
+    text. ``key``: the column in the CSV file."""
 
     title: str
     key: str
@@ -36,9 +36,9 @@ class Row(NamedTuple):
 
 
 class Comparison:
-    """Runs and their table. ``bases``: the runs that speeds are divided by; ``groups``: rows by the
-    group's title, without those that no run has a value for; ``values`` and ``cells``: by the key
-    of a row, one for each run; ``sentences``: what the table shows, in at most five; ``notes``.
+    """Runs and their table. ``bases``: the runs that other runs' speeds are divided by. ``groups``:
+    group title: rows for which some run has a value. ``values`` and ``cells``: row key: one entry
+    per run. ``sentences``: a summary in at most five sentences. ``notes``: remarks.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Comparison:
         target: float | None = None,
         price: float | None = None,
     ):
-        """``within``: hours; ``target``: per cent; ``price``: of a node for an hour."""
+        """``within``: hours; ``target``: top-1 in per cent; ``price``: per node and hour."""
         self.runs, self.price = runs, price
         summary.find_bases(runs)
         self.bases = list(dict.fromkeys(run.base for run in runs if run.base))
@@ -69,13 +69,13 @@ class Comparison:
         self.notes = summary.notes(runs)
 
     def _lines(self) -> Iterator[list[str]]:
-        """The table line by line: before each group its title, after dashes."""
+        """Yield the lines of the table. A line with dashes and a title begins each group."""
         for group, rows in self.groups.items():
             yield [f"--- {group}", *[""] * len(self.runs)]
             yield from ([row.title, *self.cells[row.key]] for row in rows)
 
     def as_text(self) -> str:
-        """One column per run; long labels stand below, with the path of each run."""
+        """Format one column per run. Long labels follow below, with the path of each run."""
         labels = [run.label for run in self.runs]
         heads, named = labels, labels
         if max(map(len, labels)) > 20:
@@ -90,8 +90,8 @@ class Comparison:
         return re.sub(r"(?m)^\| --- (.*?) \|", r"| **\1** |", text)  # a group's title
 
     def as_csv(self) -> str:
-        """One line per run, full precision, empty where unknown. Shares are 0 to 1, accuracies in
-        per cent, times in the unit that the column names."""
+        """Format one line per run, in full precision. Unknown values are empty, shares are 0 to 1,
+        accuracies in per cent, times in the unit that the column names."""
         file = io.StringIO()
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["run", "label", *self.values])
@@ -101,12 +101,12 @@ class Comparison:
         return file.getvalue()
 
     def lead(self) -> str:
-        """The sentences, as Markdown."""
+        """Return the sentences as Markdown."""
         return escape_markdown(" ".join(self.sentences))
 
     def section(self, file: Path, title: str, command: str, pictures: Iterable[Path]) -> str:
-        """The comparison as a section of a Markdown ``file``; without a ``title`` what follows the
-        sentences."""
+        """Format the comparison as a section of a Markdown ``file``. If ``title`` is empty, leave
+        out title and sentences."""
         parts = [f"## {escape_markdown(title)}\n\n{self.lead()}"] if title else []
         parts += [fence(command), self.as_markdown()]
         parts.append("\n".join(f"- {escape_markdown(note)}" for note in self.notes))
@@ -120,7 +120,7 @@ class Comparison:
 
 
 def origin(run: Run) -> dict[str, str]:
-    """Where a run comes from. Its command is shown without the folder of the script."""
+    """Describe how a run was made. The command is shown without the script's folder."""
     facts = run.facts
     known = {
         "folder": run.folder.name,
@@ -134,7 +134,7 @@ def origin(run: Run) -> dict[str, str]:
 
 
 def _rows(comparison: Comparison) -> dict[str, list[Row]]:
-    """All quantities, by the titles of their groups."""
+    """Return all rows, by the titles of their groups."""
     target, price, within = comparison.target, comparison.price, comparison.within
     to = f" to {comparison.bases[0].label}" if len(comparison.bases) == 1 else ""
     goal = f"top-1 of {target or 0:g} %"

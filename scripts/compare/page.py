@@ -1,7 +1,7 @@
-"""HTML pages that need no other file and no network: a template on top of `base.html`.
+"""Render HTML pages that need no other file and no network, from templates on top of `base.html`.
 
-Their curves are drawn by a script in the page: moving over one shows its values, dragging zooms in,
-a click in the legend hides a line.
+A script in the page draws the curves. Point at a curve to see its values, drag to zoom in, and
+click on the legend to hide a curve.
 """
 
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from utils.errors import printable
 
 
 class Chart(NamedTuple):
-    """Curves in one diagram: the template turns ``_asdict()`` into JSON, see `base.html`.
+    """Curves in one diagram. The template turns ``_asdict()`` into JSON, see `base.html`.
 
-    ``log``: the logarithmic axes, such as "xy". ``zero``: y begins at 0. ``whole``: x are whole
-    numbers, and the curves are compared at equal x, not each at its nearest point. A line whose
-    name is in ``plain`` is a dashed reference.
+    ``log``: the logarithmic axes, such as "xy". ``zero``: y begins at 0. ``whole``: x values are
+    whole numbers, and pointing shows all curves at the same x, not each at its nearest point.
+    ``plain``: names of lines to draw as dashed references.
     """
 
     title: str
@@ -31,10 +31,10 @@ class Chart(NamedTuple):
 
 
 def render(template: Path, **facts: Any) -> str:
-    """Fill in a ``template``. Text in ``facts`` is escaped: names of files and classes may hold
-    anything.
+    """Fill in a ``template``. Text in ``facts`` is escaped, because names of files and classes may
+    contain any character.
 
-    Raises: OSError where there is no such template.
+    Raises: OSError if the template does not exist.
     """
     import jinja2
 
@@ -43,7 +43,7 @@ def render(template: Path, **facts: Any) -> str:
         loader=loader,
         autoescape=True,
         trim_blocks=True,
-        # Control characters in text from files; what is HTML already (`Markup`) stays.
+        # Escape control characters in text; HTML that is ready (`Markup`) stays unchanged.
         finalize=lambda value: printable(value) if type(value) is str else value,
     )
     return environment.get_template(template.name).render(**facts)

@@ -1,4 +1,4 @@
-"""The diagrams of a comparison: as data for its page, and drawn as PNG for Markdown."""
+"""Make the diagrams of a comparison: as data for its page, and drawn as PNG for Markdown."""
 
 import math
 import textwrap
@@ -12,7 +12,7 @@ from compare.page import Chart
 from compare.runs import RATE, ratio
 from compare.table import NONE
 
-# From pale to dark, so that the runs differ in grey too, and a later curve shows on an earlier one.
+# From pale to dark: runs also differ in grey, and a later curve is visible on an earlier one.
 COLOURS = "#f0b030", "#5cb4e4", "#e8743c", "#38a07c", "#b44c90", "#2c66b0", "#8c1c28", "#15182c"
 DASHES: tuple[Any, ...] = "-", (0, (4, 1.2)), (0, (1.2, 0.9)), (0, (6, 1.2, 1.2, 1.2))
 MARKERS = "osD^vP<X"
@@ -24,10 +24,10 @@ MATPLOTLIB = {
     "axes.axisbelow": True, "axes.edgecolor": INK, "axes.labelcolor": INK, "text.color": INK,
     "xtick.color": INK, "ytick.color": INK, "xtick.major.size": 0, "ytick.major.size": 0,
     "grid.color": GRID, "legend.frameon": False, "legend.handlelength": 3.5, "savefig.dpi": 144,
-    "svg.fonttype": "none", "svg.hashsalt": "compare_runs",  # equal pictures are equal files
-    "text.parse_math": False,  # a label is a name, whatever characters are in it
+    "svg.fonttype": "none", "svg.hashsalt": "compare_runs",  # equal pictures give equal files
+    "text.parse_math": False,  # a label may contain $
 }  # fmt: skip
-# Without dates equal pictures are equal files.
+# Without dates, equal pictures give equal files.
 NO_DATE = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
 CURVES = {  # tag: title of the panel, unit, factor
     "Top1/train": ("Top-1 accuracy, training", "%", 1),
@@ -51,7 +51,7 @@ GROUPS = {  # pictures of several panels
     "gpu": ("GPU/utilisation", "GPU/memory_gb", "CPU/utilisation"),
     "overlay": ("Loss/train", "Loss/val", "Top1/val", RATE),
 }
-BARS = {  # title, what the bars show, the row of their lengths, rows that are written beside them
+BARS = {  # title, description, key of the row with the bars' lengths, rows written beside the bars
     "training_throughput": (
         "Training throughput",
         "images/s, x speed-up, scaling efficiency (dotted: perfect scaling)",
@@ -87,20 +87,20 @@ def draw(
         for name, make in plan(comparison).items():
             if name in only or not only:
                 figure, files[name] = make(), out / f"{prefix}{name}.png"
-                for kind in dict.fromkeys(("png", *formats)):  # in this order: the layout remembers
+                for kind in dict.fromkeys(("png", *formats)):  # PNG first: it changes the layout
                     save(figure, files[name].with_suffix(f".{kind}"))
     return files
 
 
 def save(figure: Any, file: Path) -> None:
-    """Write a figure. Raises: OSError; ValueError for a format that is unknown."""
-    # Fast compression: the strongest takes longer than the drawing.
+    """Write a figure. Raises: OSError; ValueError for an unknown format."""
+    # Fast compression, because the strongest takes longer than the drawing.
     more = {"pil_kwargs": {"compress_level": 4}} if file.suffix == ".png" else {}
     figure.savefig(file, metadata=NO_DATE.get(file.suffix[1:]), **more)
 
 
 def plan(comparison: Comparison) -> dict[str, Callable[[], Any]]:
-    """The pictures for which there are points: name -> function that draws it."""
+    """List the pictures that have data: name -> function that draws it."""
     panels: dict[str, list[Chart | None]] = {}
     for tag in CURVES:
         for over, end in (("epochs", ""), ("hours", "_hours")):
@@ -116,16 +116,16 @@ def plan(comparison: Comparison) -> dict[str, Callable[[], Any]]:
 
 
 def charts(comparison: Comparison) -> list[tuple[str, Chart]]:
-    """The diagrams of the page, each with its key of `OVER`; "" is shown with both."""
+    """List the page's diagrams, each with its key of `OVER`; "" shows it with both keys."""
     known = [(over, curves(comparison, tag, over)) for tag in PANELS for over in OVER]
     return [(over, chart) for over, chart in [("", scaling(comparison)), *known] if chart]
 
 
-# ---- what is drawn
+# ---- the diagrams
 
 
 def curves(comparison: Comparison, tag: str, over: str) -> Chart | None:
-    """The curves of a key of `PANELS` over one of `OVER`; None if no run has points."""
+    """Make the diagram of a tag (of `PANELS`) over an axis (of `OVER`); None without points."""
     (title, unit, factor), axis, hours, lines = PANELS[tag], OVER[over], over == "hours", []
     for run in comparison.runs:
         at = run.hours if hours else {x: x for x in run.hours}
@@ -150,11 +150,11 @@ def curves(comparison: Comparison, tag: str, over: str) -> Chart | None:
 
 
 def scaling(comparison: Comparison) -> Chart | None:
-    """Images/s against GPUs, measured and perfect; None for runs on equal numbers of GPUs."""
+    """Make the diagram of images/s over GPUs; None if all runs have the same number of GPUs."""
     lines, plain = [], []
     for base in comparison.bases:
         known = [run for run in comparison.runs if run.base is base and run.efficiency]
-        # Of several runs with equal GPUs, the best counts.
+        # Of several runs on the same number of GPUs, show the most efficient.
         best = {run.facts["gpus"]: run for run in sorted(known, key=lambda run: run.efficiency)}
         more = f", relative to {base.label}" if len(comparison.bases) > 1 else ""
         runs, perfect = sorted(best.items()), f"perfect{more}"
@@ -172,12 +172,12 @@ def scaling(comparison: Comparison) -> Chart | None:
 
 
 def style(i: int, runs: int) -> dict[str, Any]:
-    """The style of curve ``i`` of so many ``runs``: from wide and pale below to thin and dark on
-    top, so that identical curves are all visible."""
+    """Return the style of curve ``i`` of ``runs`` curves: from wide and pale below to thin and dark
+    on top, so that identical curves are all visible."""
     depth = i / (runs - 1) if runs > 1 else 1.0
     width = 5.0 - 3.0 * depth
     kind = round(depth * (len(COLOURS) - 1)) if runs <= len(COLOURS) else i % len(COLOURS)
-    again = i // len(COLOURS)  # the colours repeat, with other lines and markers
+    again = i // len(COLOURS)  # when colours repeat, line styles and markers differ
     return {
         "color": COLOURS[kind], "linestyle": DASHES[(i + again) % len(DASHES)], "linewidth": width,
         "marker": MARKERS[(kind + 3 * again) % len(MARKERS)], "markersize": width + 5,
@@ -186,13 +186,13 @@ def style(i: int, runs: int) -> dict[str, Any]:
 
 
 def draw_charts(charts: Sequence[Chart]) -> Any:
-    """A figure of diagrams: one below the other, four two by two; below them the lines' names."""
+    """Draw diagrams in a column (four in a square), with the names of the lines below them."""
     from matplotlib.figure import Figure
 
     order = list(dict.fromkeys(name for chart in charts for name, _ in chart.lines))
     rows, columns = (2, 2) if len(charts) == 4 else (len(charts), 1)
     width = 8.4 if columns == 1 else 14.0  # inches
-    # As many names in a line as fit.
+    # Put as many names into a row as fit.
     beside = max(1, min(len(order), int(width / (0.11 * max(map(len, order)) + 1.0))))
     height = (3.6 if rows > 1 else 4.2) * rows + 0.28 * math.ceil(len(order) / beside)
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -202,13 +202,13 @@ def draw_charts(charts: Sequence[Chart]) -> Any:
         for label, points in chart.lines:
             i, stride = order.index(label), math.ceil(len(points) / 8)
             looks = style(i, len(order))
-            looks["markevery"] = (i * stride // len(order), stride)  # each run at other epochs
+            looks["markevery"] = (i * stride // len(order), stride)  # each run marks other epochs
             if label in chart.plain:
                 looks = {"color": INK, "linestyle": "--"}
-            # Nothing is outside the limits; what is at them (100 %) is not cut in half.
+            # No point is outside the limits. Without clipping, points at a limit are drawn whole.
             (handles[label],) = axes.plot(*zip(*points, strict=True), clip_on=False, **looks)
         _set_axes(axes, chart)
-    # A label that begins with "_" is left out of a legend, unless it is given as a text.
+    # matplotlib leaves labels that begin with "_" out of a legend, unless they are given as text.
     texts = [textwrap.fill(label, int(width / 0.12)) for label in order]
     lines = [handles[label] for label in order]
     figure.legend(lines, texts, loc="outside lower center", ncols=beside)
@@ -238,8 +238,8 @@ def _set_axes(axes: Any, chart: Chart) -> None:
 
 
 def round_ticks(axis: Any, ticks: Sequence[float] = ()) -> None:
-    """On a logarithmic axis: ticks at 1, 2 and 5 times the powers of ten, or at ``ticks``. Where
-    these do not fit, at the powers of ten alone."""
+    """Set the ticks of a logarithmic axis: at ``ticks``, else at 1, 2 and 5 times powers of ten.
+    Wide axes get only the powers of ten."""
     from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 
     low, high = axis.get_view_interval()
@@ -250,7 +250,7 @@ def round_ticks(axis: Any, ticks: Sequence[float] = ()) -> None:
 
 
 def draw_bars(comparison: Comparison, name: str) -> Any:
-    """One bar per run, followed by its figures: cells of the table."""
+    """Draw one bar per run, followed by cells of the table."""
     from matplotlib.figure import Figure
 
     (title, unit, length, forms), runs = BARS[name], comparison.runs

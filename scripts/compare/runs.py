@@ -1,7 +1,7 @@
-"""Reads training runs from TensorBoard event files: curves, options, and the hours of training.
+"""Read training runs from TensorBoard event files: curves, options, and the hours of training.
 
-The records come from TensorBoard's own loader. `EventAccumulator`, which is built on it, does not
-say where a file is cut off or damaged.
+TensorBoard's own loader reads the records. `EventAccumulator`, which uses that loader, does not
+report where a file is cut off or damaged.
 """
 
 import math
@@ -21,8 +21,8 @@ RATE, STEP_TIME = "Throughput/train", "Time/train"
 TRAINED = ("Loss/train", "Top1/train", "Top5/train", RATE, STEP_TIME)
 EPOCH_TAGS = (*TRAINED, "Loss/val", "Top1/val", "Top5/val", "Throughput/val", "Time/val", "Lr")
 FRAME = 16  # bytes around an event in a file: its length (8) and two checksums (4 each)
-# <month><day>_<time>_<host>_<arch>_gpux<processes>_b<batch>_cpu<workers>_<mode>: the names that
-# training scripts generate, now as in 2020. A host's name has no underscore.
+# <month><day>_<time>_<host>_<arch>_gpux<processes>_b<batch>_cpu<workers>_<mode>: run names that
+# training scripts generate, unchanged since 2020. A host name has no underscore.
 GENERATED = re.compile(
     r"(?:[A-Z][a-z]{2}\d\d?_\d\d-\d\d-\d\d_[^_]*_)?(?P<arch>.+?)_gpux(?P<gpus>\d+)"
     r"(?:_b(?P<batch>\d+))?(?:_cpu\d+)?(?:_(?P<mode>.+))?$"
@@ -31,13 +31,13 @@ GENERATED = re.compile(
 
 @dataclass(eq=False)
 class Run:
-    """A run: ``scalars[tag][epochs finished]``, rates in images/s over all processes, times in
+    """A run. ``scalars[tag][epochs finished]``: rates in images/s over all processes, times in
     seconds per step, accuracies in per cent. The curves of all ranks (GPU/..._rank0, _rank1, ...)
-    are joined under the tag without _rankN: the mean, or for memory the maximum.
+    are joined under the tag without _rankN: their mean, or for memory their maximum.
 
-    ``hours[epochs finished]``: training time without the pauses between sessions. ``facts``:
-    options and machine, as far as recorded. ``base``: the run that its speed is divided by; None if
-    it cannot be compared with any.
+    ``hours[epochs finished]``: training time without the pauses between sessions. ``facts``: the
+    recorded options and machine. ``base``: the run that its speed is divided by; None if it cannot
+    be compared with any.
     """
 
     path: Path
@@ -56,7 +56,7 @@ class Run:
 
     @property
     def epochs(self) -> int | None:
-        """Epochs finished; None if none was."""
+        """The number of finished epochs; None if there are none."""
         return max(self.hours, default=None)
 
     @property
@@ -79,7 +79,7 @@ class Run:
         return self.scalars.get(tag, {})
 
     def usual(self, tag: str) -> float | None:
-        """The median over the epochs after the first."""
+        """Return the median over the epochs after the first."""
         return typical(self.points(tag))
 
     def highest(self, tag: str) -> float | None:
@@ -90,15 +90,15 @@ class Run:
         return points[max(points)] if points else None
 
     def best(self, tag: str) -> tuple[float, int] | tuple[None, None]:
-        """The best value of a curve (of a loss, the lowest), and the first epoch that has it."""
+        """Return a curve's best value and its first epoch. For a loss, the lowest is best."""
         points, sign = self.points(tag), -1 if tag.startswith("Loss/") else 1
         epoch = max(points, key=lambda x: (sign * points[x], -x), default=None)
         return (None, None) if epoch is None else (points[epoch], epoch)
 
     def of_best(self, name: str) -> float | None:
-        """``name`` (Loss, Top1 or Top5) on the validation images, of the model in best.pt."""
+        """Return the validation ``name`` (Loss, Top1 or Top5) of the model in best.pt."""
         by, sign = ("Loss", -1) if self.facts.get("best_by") == "loss" else ("Top1", 1)
-        # Of equal values the first epoch's, and there the plain model before the averaged one.
+        # Of equal values, take the first epoch, and in it the plain before the averaged model.
         places = [
             (sign * value, -epoch, model == "val", self.points(f"{name}/{model}").get(epoch))
             for model in ("val", "ema")
@@ -107,12 +107,12 @@ class Run:
         return max(places, key=lambda place: place[:3])[3] if places else None
 
     def reached(self, top1: float) -> int | None:
-        """The first epoch with this validation top-1; best.pt may hold the averaged weights."""
+        """Return the first epoch with this validation top-1, of the plain or averaged weights."""
         curves = (self.points("Top1/val"), self.points("Top1/ema"))
         return min((x for curve in curves for x, y in curve.items() if y >= top1), default=None)
 
     def done_within(self, hours: float) -> int | None:
-        """Epochs finished by then."""
+        """Return the number of epochs finished within ``hours``."""
         done = [x for x, h in self.hours.items() if h <= hours * (1 + 1e-6)]
         return max(done, default=0) if self.hours else None
 
@@ -122,16 +122,16 @@ def ratio(value: float | None, other: float | None) -> float | None:
 
 
 def find(path: Path) -> list[Run]:
-    """The runs at ``path``: an event file, or each folder from ``path`` down that holds some.
+    """Find the runs at ``path``: an event file, or all folders with event files in and below it.
 
-    In the order of their GPUs (unknown last), then of their names, run9 before run10. Raises:
+    They are sorted by number of GPUs (unknown last), then by name, run9 before run10. Raises:
     `UserError`.
     """
     if not path.exists():
         raise UserError(f"{path} does not exist")
     files = list(filter(is_event_file, path.rglob("*") if path.is_dir() else [path]))
     if not files:
-        raise UserError(f"{path} holds no event file (they are named events.out.tfevents.*)")
+        raise UserError(f"{path} has no TensorBoard event file (events.out.tfevents.*)")
 
     def place(run: Run) -> tuple[float, list[int | str]]:
         parts = re.split(r"(\d+)", f"{run.folder.name}/{run.path}")
@@ -145,13 +145,13 @@ def is_event_file(path: Path) -> bool:
 
 
 def read(path: Path) -> Run:
-    """The run at ``path``; where event files overlap, the later one (by name) counts."""
+    """Read the run at ``path``. Where event files overlap, the later one (by name) counts."""
     run = Run(path)
     run.facts = facts = _facts_of_name(run.folder.name)
     curves: dict[str, dict[int, float]] = {}
-    at: dict[int, float] = {}  # seconds of training up to the end of an epoch
+    at: dict[int, float] = {}  # seconds of training until the end of each epoch
     lasted: dict[int, float] = {}  # seconds of each epoch, evaluation and saving included
-    before, sizes = 0.0, set()  # seconds of training in the sessions before
+    before, sizes = 0.0, set()  # seconds of training in earlier sessions
     for file in sorted(filter(is_event_file, path.iterdir())) if path.is_dir() else [path]:
         points, options, ends, began, ended = {}, {}, {}, 0.0, 0.0
         for event in _events(file, run.notes):
@@ -165,7 +165,7 @@ def read(path: Path) -> Run:
                 elif value.tag.startswith("_hparams_/"):
                     run.state = _take_options(value, options) or "not finished"
         for tag, curve in points.items():
-            # A session's work after the point from which a later session resumed is lost.
+            # If a later session resumed from an earlier epoch, the work after that epoch is lost.
             kept = {x: y for x, y in curves.get(tag, {}).items() if x < min(curve)}
             curves[tag] = kept | curve
         kept = {x: seconds for x, seconds in at.items() if x < min(ends, default=math.inf)}
@@ -173,7 +173,7 @@ def read(path: Path) -> Run:
             before = max(kept.values(), default=0.0)
         at = kept | {x: before + ends[x] for x in sorted(ends)}
         lasted |= {b: (ends[b] - ends[a]) / (b - a) for a, b in pairwise(sorted(ends))}
-        # Our runs resume within an epoch; older suites began the unfinished epoch again.
+        # Our runs resume within an epoch. Older suites restarted the unfinished epoch.
         before += ended if options else max(ends.values(), default=0.0)
         if began:
             facts.setdefault("began", began)
@@ -182,12 +182,12 @@ def read(path: Path) -> Run:
             sizes.add(options.get("gpus"))
     if len(sizes) > 1:
         listed = ", ".join(f"{size:g}" for size in sorted(filter(None, sizes)))
-        run.notes.append(f"it was resumed on another number of GPUs ({listed}): its speed is mixed")
-    # Nothing is trained after 0 epochs: a training figure there means that x counts from 0.
+        run.notes.append(f"it resumed on another number of GPUs ({listed}), so its speed is mixed")
+    # A training value at x = 0 means that the file counts epochs from 0.
     if shift := any(0 in curves.get(tag, ()) for tag in TRAINED):
         run.notes.append("its event files count epochs from 0; they are counted from 1 here")
     run.hours = {x + shift: seconds / 3600 for x, seconds in at.items()}
-    # Of a single epoch: from the start of the process.
+    # A single epoch counts from the start of the process.
     lasted = lasted or (at if list(run.hours) == [1] else {})
     run.epoch_seconds = typical({x + shift: seconds for x, seconds in lasted.items()})
     ranks: dict[str, dict[int, list[float]]] = {}
@@ -195,7 +195,7 @@ def read(path: Path) -> Run:
         low = 0.0 if tag.startswith(("Throughput/", "Time/")) else -math.inf
         values = ranks.setdefault(re.sub(r"_rank\d+$", "", tag), {})
         for x, y in curve.items():
-            if low < y < math.inf:  # the others are not plausible
+            if low < y < math.inf:  # leave out implausible values
                 values.setdefault(x + shift, []).append(y)
     for tag, values in ranks.items():
         join = max if "memory" in tag.lower() else statistics.fmean
@@ -204,8 +204,8 @@ def read(path: Path) -> Run:
 
 
 def _events(file: Path, notes: list[str]) -> Iterator[Any]:
-    """The events of a file; then a note if it could not be read to its end."""
-    # Here, so that --help and tables do without TensorBoard, which takes a second.
+    """Yield the events of a file. Adds a note if the file could not be read to its end."""
+    # Not at the top: importing TensorBoard takes a second, and --help and tables do not need it.
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
     from tensorboard.compat.proto.event_pb2 import Event
 
@@ -216,12 +216,12 @@ def _events(file: Path, notes: list[str]) -> Iterator[Any]:
     if not size:
         notes.append(f"{file.name} is empty")
     elif place < size:  # the loader ends without a message where a checksum is wrong
-        text = f"is cut off or damaged at byte {place} of {size}; read up to there"
+        text = f"is cut off or damaged at byte {place} of {size}; only the part before was read"
         notes.append(f"{file.name} {text}")
 
 
 def _take_options(value: Any, options: dict[str, Any]) -> str:
-    """Add the options of an HParams summary. Returns: the status if it closes the entry, or ""."""
+    """Add the options of an HParams summary. Returns its end status, or "" if it has none."""
     from tensorboard.plugins.hparams import metadata
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
@@ -233,7 +233,7 @@ def _take_options(value: Any, options: dict[str, Any]) -> str:
 
 
 def _facts_of_name(name: str) -> dict[str, Any]:
-    """The facts in a folder's name, if a training script generated it; else {}."""
+    """Parse the facts in a folder's name, if a training script generated it; else {}."""
     match = GENERATED.search(name)
     if not match:
         return {}
@@ -241,14 +241,14 @@ def _facts_of_name(name: str) -> dict[str, Any]:
     facts = {key: match[key] for key in ("arch", "mode") if match[key]} | {"gpus": gpus}
     if gpus == 1:
         facts["nodes"] = 1
-    if match["batch"]:  # in these modes, that of all GPUs
+    if match["batch"]:  # with nd and dp, it is the batch of all GPUs
         whole = int(match["batch"]) * (1 if match["mode"] in ("nd", "dp") else gpus)
         facts |= {"global_batch": whole, "batch_per_gpu": whole / gpus}
     return facts
 
 
 def name_runs(runs: list[Run]) -> None:
-    """Label each run: by its folder's name or, if a training script generated the name, by the
+    """Label each run by its folder's name. If a training script generated the name, label it by the
     facts that differ between the runs (16 GPUs, O2, b208)."""
     generated = [run for run in runs if GENERATED.search(run.folder.name)]
     for run in runs:

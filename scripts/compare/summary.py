@@ -1,4 +1,4 @@
-"""The sentences of a comparison: speed, time, accuracy, and which runs cannot be compared."""
+"""Write a comparison's sentences: speed, time, accuracy, and runs that cannot be compared."""
 
 import math
 import statistics
@@ -8,19 +8,19 @@ from compare.runs import RATE, Run, ratio
 from compare.table import duration, number, share
 
 UNKNOWN = (None, "")
-# Facts that must be equal, or the ratio of two runs' speeds means nothing.
+# Facts that must be equal: otherwise the ratio of two runs' speeds means nothing.
 MUST_AGREE = ("arch", "image_size", "data_id", "train_sizes")
 # Facts that may differ, but explain part of the difference in speed.
 SHOULD_AGREE = ("batch_per_gpu", "mode", "precision", "comm", "gpu", "cpu", "torch")
 STEP_PARTS = ("data", "compute", "communication")
 NAMES = {"arch": "model", "data_id": "data", "train_sizes": "training image sizes"}
-SAME_SPEED = 0.02  # a smaller difference is no difference: the same machine varies as much
-WAITING = 0.1  # a share of the time from which waiting for data is mentioned
+SAME_SPEED = 0.02  # a smaller difference does not count: speeds of one machine vary as much
+WAITING = 0.1  # mention waiting for data from this share of the time on
 
 
 def find_bases(runs: list[Run]) -> None:
-    """Set the base of each run: of the runs that can be compared with it, the one with the fewest
-    GPUs."""
+    """Set the base of each run: the run with the fewest GPUs among those that can be compared
+    with it."""
     for run in runs:
         group = [one for one in runs if not differ(run, one, MUST_AGREE)]
         fast = [one for one in group if one.usual(RATE)]
@@ -29,7 +29,7 @@ def find_bases(runs: list[Run]) -> None:
 
 
 def differ(one: Run, other: Run, keys: Sequence[str]) -> str:
-    """The facts among ``keys`` that differ and that both runs recorded, with their values."""
+    """Describe those facts of ``keys`` that both runs recorded and that differ."""
     pairs = {key: (one.facts.get(key), other.facts.get(key)) for key in keys}
     return " and ".join(
         f"{NAMES.get(key, key.replace('_', ' '))} ({number(a)}, not {number(b)})"
@@ -39,7 +39,7 @@ def differ(one: Run, other: Run, keys: Sequence[str]) -> str:
 
 
 def step_share(run: Run, part: str) -> float | None:
-    """The share of a step spent on one of `STEP_PARTS`.
+    """Return the share of a step spent on one of `STEP_PARTS`.
 
     None for compute if communication is not measured (FSDP): compute then includes it.
     """
@@ -50,8 +50,8 @@ def step_share(run: Run, part: str) -> float | None:
 
 
 def notes(runs: list[Run]) -> list[str]:
-    """Problems of single runs; runs that cannot be compared, and why; and which kind of scaling the
-    efficiency measures."""
+    """List problems of single runs, runs that cannot be compared and the reasons, and the kind of
+    scaling that the efficiency measures."""
     texts = [
         f"{_join(run.label for run in runs if text in run.notes)}: {text}"
         for text in dict.fromkeys(text for run in runs for text in run.notes)
@@ -89,10 +89,10 @@ def notes(runs: list[Run]) -> list[str]:
 
 
 def sentences(runs: list[Run], target: float | None) -> list[str]:
-    """At most five: what cannot be compared, speed, accuracy, where the time goes, what to beware
-    of. ``target``: per cent top-1.
+    """Write at most five sentences: incomparable runs, speed, accuracy, where the time goes,
+    cautions. ``target``: top-1 in per cent.
 
-    They are about the first run that is a base, and the runs that can be compared with it.
+    They compare the first base with the runs that can be compared with it.
     """
     base = next((run.base for run in runs if run.base), runs[0])
     reasons = {run: differ(run, base, MUST_AGREE) for run in runs}
@@ -112,13 +112,13 @@ def sentences(runs: list[Run], target: float | None) -> list[str]:
 
 
 def _join(items: Iterable[object]) -> str:
-    """a, b and c."""
+    """Join items as in: a, b and c."""
     *first, last = map(str, items)
     return f"{', '.join(first)} and {last}" if first else last
 
 
 def _single(run: Run) -> list[str]:
-    """Speed and accuracy of a run without another one."""
+    """Describe speed and accuracy of a single run."""
     texts, gpus = [], run.facts.get("gpus")
     if rate := run.usual(RATE):
         on = f" on {gpus:g} GPU{'s' * (gpus != 1)} (processes)" if gpus else ""
@@ -131,19 +131,19 @@ def _single(run: Run) -> list[str]:
 
 
 def _speeds(group: list[Run], base: Run) -> list[str]:
-    """How much faster than ``base`` the others trained; of more than three, the fastest."""
+    """Say how much faster than ``base`` the others trained; with more than three, the fastest."""
     others = [run for run in group if run is not base and run.speed_up]
     if not others:
         return []
 
     def spread(run: Run) -> float:
-        """The standard deviation of the speeds of epochs, as a share of their mean."""
+        """Return the standard deviation of an epoch's speed, as a share of the mean."""
         rates = [rate for x, rate in run.points(RATE).items() if x > 1]
         return statistics.stdev(rates) / statistics.fmean(rates) if len(rates) > 1 else 0.0
 
     if max(abs(run.speed_up - 1) for run in others) < max(SAME_SPEED, *map(spread, group)):
         who = _join(run.label for run in (base, *others))
-        return [f"{who} trained equally fast: the speed of an epoch varies as much as theirs"]
+        return [f"{who} trained equally fast: their speeds differ no more than those of epochs"]
     who = _join(run.label for run in others)
     if len(others) > 3:
         others = [max(others, key=lambda run: run.speed_up)]
@@ -155,7 +155,7 @@ def _speeds(group: list[Run], base: Run) -> list[str]:
 
 
 def _times(group: list[Run], target: float | None) -> list[str]:
-    """When the runs reached the ``target``; of more than three, the first."""
+    """Say when the runs reached the ``target``; with more than three, which was the first."""
     reached = {run: run.reached(target) for run in group} if target else {}
     times = {run: run.hours[x] for run, x in reached.items() if x is not None}
     if len(times) > 3:
@@ -172,7 +172,7 @@ def _times(group: list[Run], target: float | None) -> list[str]:
 
 
 def _accuracies(group: list[Run]) -> list[str]:
-    """The best accuracies or, of runs of different length, those at the end of the shortest; and
+    """Compare best accuracies, or if the lengths differ, those at the end of the shortest run. Say
     whether they differ by more than noise."""
     known = [run for run in group if run.points("Top1/val")]
     if len(known) < 2:
@@ -190,22 +190,22 @@ def _accuracies(group: list[Run]) -> list[str]:
     if len(tops) > 3:
         listed = f"{low:.2f} %" + f" to {high:.2f} %" * (high > low)
     images = min(run.facts.get("val_images") or 0 for run in tops)
-    # Points by which the accuracies of two equally good models differ in 1 of 20 cases: two
-    # independent samples of so many images.
+    # Noise, in points: the accuracies of two equally good models, on two independent samples of so
+    # many images, differ by more in 1 of 20 cases.
     p = min(max(high / 100, 0.5 / images), 1 - 0.5 / images) if images else 0.0
     noise = 100 * 1.96 * math.sqrt(2 * p * (1 - p) / max(images, 1))
     text = f", more than the noise of {images:g} images, but another seed may change it as well"
     if low == high:
         text = ", no difference"
     elif not images:
-        text = " (how much is noise is unknown: the number of images is not recorded)"
+        text = " (the noise is unknown, because the number of images is not recorded)"
     elif high - low <= noise:
         text = f", a difference within the noise of {images:g} validation images"
     return [f"{what}: {listed}{text}"]
 
 
 def _parts(group: list[Run]) -> list[str]:
-    """Communication and waiting for data, of the run where they take most."""
+    """Name communication and waiting for data, each for the run in which it takes most."""
     texts = []
     for text, part, least in (
         ("communication took {} of a step", lambda run: step_share(run, "communication"), 0.005),
@@ -219,7 +219,7 @@ def _parts(group: list[Run]) -> list[str]:
 
 
 def _cautions(group: list[Run]) -> list[str]:
-    """What limits the conclusions."""
+    """Name the limits of the conclusions."""
     texts = []
     epochs = {run.epochs for run in group}
     if max(epochs) == 1:

@@ -1,4 +1,4 @@
-"""The tables of all scripts, as text and as Markdown, and how values are written."""
+"""Format tables as text and as Markdown, and the values in them."""
 
 import re
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ NUMBER = re.compile(r"[-+]?\d[\d.,]*(e[-+]?\d+)?( ?%| [a-z]{1,3})?( ± .*)?$")  
 
 
 def text_table(head: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
-    """A table as plain text: the first column and columns of words aligned left, numbers right."""
+    """Format a table as text: the first column and columns of words left, numbers right."""
     lines = [[str(cell) for cell in line] for line in (head, *rows)]
     columns = []
     for i, column in enumerate(zip(*lines, strict=True)):
@@ -23,7 +23,7 @@ def text_table(head: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
 
 
 def markdown_table(head: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
-    """A table as Markdown: the first column and columns of words aligned left, numbers right."""
+    """Format a table as Markdown: the first column and columns of words left, numbers right."""
     lines = [[str(cell) for cell in line] for line in (head, *rows)]
     columns = list(zip(*lines, strict=True))[1:]
     rule = "|---|" + "".join("---|" if holds_words(one[1:]) else "---:|" for one in columns)
@@ -38,22 +38,22 @@ def holds_words(cells: Sequence[str]) -> bool:
 
 
 def escape_markdown(text: str) -> str:
-    """``text`` as one table cell, whatever characters are in it."""
+    """Escape ``text`` so that Markdown shows it literally in a table cell."""
     text = re.sub(r"([\\`*_\[\]#|])", r"\\\1", " ".join(text.split()))
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def fence(text: str) -> str:
-    """A block of Markdown that shows ``text`` as it is."""
+    """Wrap ``text`` in a Markdown code block."""
     ticks = "`" * max([3, *(len(run) + 1 for run in re.findall("`+", text))])
     return f"{ticks}text\n{text}\n{ticks}"
 
 
 def put(file: Path, tool: str, title: str, section: str) -> None:
-    """Write a ``section`` of Markdown into ``file``; the rest of the file stays.
+    """Write a ``section`` of Markdown into ``file``, and keep the rest of the file.
 
-    Two comments that name ``tool`` and ``title`` enclose the section; a new one goes to the end.
-    Raises: `UserError` for comments that do not make a pair.
+    Two comments that name ``tool`` and ``title`` enclose the section. A new section goes to the
+    end. Raises: `UserError` if the file does not have exactly one pair of these comments.
     """
     key = re.sub(r"[^\w.]+", "-", title.lower()).strip("-") or "comparison"
     begin, end = f"<!-- {tool} begin {key} -->", f"<!-- {tool} end {key} -->"
@@ -73,18 +73,18 @@ def put(file: Path, tool: str, title: str, section: str) -> None:
     save_atomically(lambda out: out.write(new.encode()), file)
 
 
-# ---- how values are shown
+# ---- values
 
 
 def number(value: float | str) -> str:
-    """A figure with four significant digits; from 1000 on without decimals. Words as they are."""
+    """Format a number with four digits, from 1000 on without decimals; text stays unchanged."""
     if isinstance(value, str):
         return value
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def duration(hours: float) -> str:
-    """Hours as 35 s, 12.3 min or 5.21 h."""
+    """Format hours as 35 s, 12.3 min or 5.21 h."""
     if hours < 1 / 60:
         return f"{3600 * hours:.3g} s"
     return f"{60 * hours:.3g} min" if hours < 1 else f"{number(round(hours, 2))} h"

@@ -3,16 +3,16 @@
 
     python scripts/examples/hivemind_train.py -a resnet50 -b 32 --target-batch 2048 DATA
     python scripts/examples/hivemind_train.py -a resnet50 -b 32 --target-batch 2048 DATA \\
-        --peers /ip4/203.0.113.5/tcp/4001/p2p/12D3KooW...    # as the first has printed
+        --peers /ip4/203.0.113.5/tcp/4001/p2p/12D3KooW...    # printed by the first peer
 
-`diff -u imagenet_nd.py scripts/examples/hivemind_train.py` shows what it takes. No process has a
-rank. Each peer adds up gradients of its own images, at its own speed, until all of them together
-have seen --target-batch images; then the present peers average their gradients and step. A peer
-that joins late takes weights and optimiser state from the others; a lost peer does not stop them.
+`diff -u imagenet_nd.py scripts/examples/hivemind_train.py` shows the necessary changes. No process
+has a rank. Each peer adds up gradients of its own images, at its own speed. When all peers together
+have seen --target-batch images, they average their gradients and take a step. A peer that joins
+late gets weights and optimiser state from the others. A lost peer does not stop the others.
 
-Two promises of the other scripts do not hold here. There is no one order of samples: each peer
-shuffles for itself, and which images make a step depends on who is fast. So no run can be repeated,
-and a resumed one is not the uninterrupted one. Evaluation is exact, by the first peer.
+Two promises of the other scripts do not hold here. The order of samples is not fixed: each peer
+shuffles for itself, and the images of a step depend on the peers' speeds. So a run cannot be
+repeated, and resume is not exact. The first peer evaluates, and its evaluation is exact.
 
 **Anyone who can reach a peer's port can take part and send arbitrary gradients.** Needs `pip
 install hivemind`; all peers need the same model, --target-batch, recipe and --seed.
@@ -54,29 +54,29 @@ try:
 except ImportError:
     hivemind = None
 
-log = logging.getLogger("utils.beyond")  # its lines are shown and kept with those of utils
+log = logging.getLogger("utils.beyond")  # shown and saved like the log lines of utils
 
-AVERAGE_EVERY = 10  # steps after which weights are averaged: they differ after a missed step
+AVERAGE_EVERY = 10  # steps between averages of weights, which differ after a missed step
 
 
 def main() -> int:
     parser = options.build_parser(__doc__, batch="images per step of this peer")
     amp.add_options(parser)
     add = parser.add_argument_group("peers").add_argument
-    add("--swarm", default="imagenet", metavar="NAME", help="peers of one name train together")
-    add("--peers", metavar="A,B,...", help="addresses of running peers; none: this is the first")
-    text = "where other peers reach this one; /ip4/0.0.0.0/tcp/4001 for a fixed port"
+    add("--swarm", default="imagenet", metavar="NAME", help="name of the group of peers")
+    add("--peers", metavar="A,B,...", help="addresses of running peers; omit it for the first peer")
+    text = "address at which this peer listens; /ip4/0.0.0.0/tcp/4001 for a fixed port"
     add("--listen", default="/ip4/0.0.0.0/tcp/0", metavar="ADDRESS", help=text)
     add("--target-batch", type=positive, metavar="N", help="images per step of all; default: -b")
-    text = "to find each other before a step: 1 to 5 on one network, else 10 to 15"
+    text = "time to find other peers before a step: 1 to 5 on one network, else 10 to 15"
     add("--matchmaking", type=non_negative, default=10.0, metavar="SECONDS", help=text)
     args = options.parse(parser)
     # Hivemind takes tensors for vectors (view(-1)), which NHWC weights are not.
     args = args.replaced(channels_last=False, memory_format=torch.contiguous_format)
     target = args.target_batch or args.batch_size
-    accum_steps, rest = divmod(target, args.batch_size)  # what one process would do
+    accum_steps, rest = divmod(target, args.batch_size)  # one process would accumulate so often
     if rest:
-        raise UserError(f"--target-batch {target} is no multiple of -b")
+        raise UserError(f"--target-batch {target} is not a multiple of -b")
     if hivemind is None:
         raise UserError(f"Hivemind is not installed for {sys.executable}: pip install hivemind")
     return train(args.replaced(target_batch=target, accum_steps=accum_steps), single_process())
@@ -89,7 +89,7 @@ def train(args: Namespace, world: World) -> int:
 
     amp_dtype = amp.autocast_dtype(args, world)
 
-    # ---- data: all of DATA/train, in an order of this peer's own; each image of DATA/val once
+    # ---- data: all of DATA/train, shuffled by this peer; each image of DATA/val once
     own_order = args.replaced(seed=secrets.randbelow(2**31))
     loaders = build_loaders(own_order, world, dtype=amp_dtype or torch.float32)
 
@@ -102,14 +102,14 @@ def train(args: Namespace, world: World) -> int:
     criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
     scaler = torch.amp.GradScaler(device.type, enabled=amp_dtype is torch.float16)
 
-    # ---- resume before others are asked: the newest state is used
+    # ---- resume before joining the other peers; Hivemind then uses the newest state
     run = Run(args, world, mode="hivemind")
     state = TrainState(model, optimizer, scaler)
     session = Session(args, world, run, loaders, state)
     loop.resume(session)
-    steps = loaders.train.sampler.steps_per_epoch  # of all peers, each of --target-batch images
+    steps = loaders.train.sampler.steps_per_epoch  # a step: --target-batch images of all peers
 
-    # ---- peers: a table that they hold together (DHT), and an optimiser that steps with them
+    # ---- peers: a distributed hash table (DHT), and an optimiser that steps with all of them
     os.register_at_fork(after_in_child=launch.die_with_parent)  # Hivemind's own processes
     dht = join(args)
     swarm = hivemind.Optimizer(
@@ -151,7 +151,7 @@ def train(args: Namespace, world: World) -> int:
             return model(images)
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
-        """Batch after batch of this peer's own order, which begins again when it ends."""
+        """Yield the batches of this peer's own order, epoch after epoch."""
         for number in itertools.count():
             loaders.train.sampler.start_at(number, 0)
             yield from loaders.train
@@ -159,13 +159,13 @@ def train(args: Namespace, world: World) -> int:
     def peers() -> int:
         return max(1, swarm.tracker.global_progress.num_peers)
 
-    # ---- train, epoch by epoch of what all peers together have seen
+    # ---- train; an epoch ends when all peers together have seen its number of images
     training = loop.begin(session)
-    log.info("experimental; no order of samples, no exact resume here: see the top of this script")
+    log.info("experimental: no order of samples is fixed, and resume is not exact")
     for address in dht.get_visible_maddrs():
         log.info(f"others join with --peers {address}")
     if not args.peers:
-        log.info("the first peer of this swarm; with --peers it would join one")
+        log.info("this is the first peer of a swarm; --peers would join an existing swarm")
     own_batches, own = batches(), 0
     try:
         while loop.has_next_epoch(training):
@@ -199,7 +199,7 @@ def train(args: Namespace, world: World) -> int:
                 "Lr": optimizer.param_groups[0]["lr"],
                 **epoch.loss_scale(state),
             }
-            # Hivemind begins a step when it expects the target to be reached: some have fewer.
+            # Hivemind begins a step when it expects to reach the target, so some have fewer images.
             swarm_tags = {"samples": swarm.local_epoch * args.target_batch, "peers": peers()}
             swarm_tags |= {"own_samples": own}
             run.scalars({f"Swarm/{x}": float(y) for x, y in swarm_tags.items()}, state.epoch + 1)
@@ -217,15 +217,15 @@ def train(args: Namespace, world: World) -> int:
 
 
 def join(args: Namespace) -> "hivemind.DHT":
-    """The table of all peers. Raises: `UserError`, as no peer may answer."""
+    """Join the hash table of all peers. Raises: `UserError` if no peer answers."""
     others = args.peers.split(",") if args.peers else None
     try:
         return hivemind.DHT(others, host_maddrs=[args.listen], start=True)
-    except Exception as error:  # of Hivemind's daemon, by half a dozen types
+    except Exception as error:  # Hivemind's daemon raises half a dozen types
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
             f"cannot join the peers at {args.peers or '-'} from --listen {args.listen} ({reason}): "
-            "are they running, and are the addresses those that they have printed?"
+            "are they running, and are these the addresses that they printed?"
         ) from None
 
 

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Train on the nodes of a running Ray cluster; the training scripts stay as they are.
+"""Train on the nodes of a running Ray cluster, with the unchanged training scripts.
 
     python scripts/examples/ray_train.py --nodes 2 -- imagenet_ddp.py -a resnet50 --name my_run DATA
     python scripts/examples/ray_train.py --nodes 1:4 --gpus 1 -- imagenet_ddp.py --name my_run DATA
 
 Ray finds the nodes (its autoscaler may start them: ray_g4dn.yaml), notices when one is lost, and
-transports output and orders; the training processes do not use it. The job is that of
-train_on_nodes.sh --elastic (scripts/ssh/job.py): instead of an ssh, an actor on each node holds its
-GPUs, and below it scripts/ssh/guard.py. When a node is lost, or comes back, the job resumes from
-the latest snapshot on the nodes that are there. Ctrl-C ends it with a snapshot.
+carries output and orders. The training processes do not use Ray. The job works in the same way as
+train_on_nodes.sh --elastic (scripts/ssh/job.py). Instead of ssh, an actor on each node reserves the
+GPUs and runs scripts/ssh/guard.py. When a node is lost or comes back, the job resumes from the
+latest snapshot on the nodes that are available. Ctrl-C ends it with a snapshot.
 
 Needs `pip install ray` in one version on all nodes, this code and the data at one path, and an
 --output-dir that the nodes share. If the cluster's head node dies, the job ends.
@@ -37,16 +37,16 @@ from utils.option_types import Formatter, count
 
 try:
     import ray
-except ImportError:  # `main` says so, once the options are understood
+except ImportError:  # `main` reports it, after it has parsed the options
     ray = None
 
 
 class Holder:
-    """An actor, which holds a node's resources and the guard on it. Ray sends it there by value, so
-    that it needs nothing of this repository; when it dies, its guard ends the job."""
+    """An actor that reserves a node's resources and runs the guard there. Ray sends the class by
+    value, so nodes need no file of this repository. If the actor dies, its guard ends the job."""
 
     def __init__(self, bootstrap: str, program: bytes, mark: dict[str, str]):
-        """Run the guard, ``program``, by this Python."""
+        """Run the guard, ``program``, with this Python."""
         self.guard = subprocess.Popen(
             [sys.executable, "-u", "-c", bootstrap],
             env=dict(os.environ, **mark),
@@ -64,25 +64,25 @@ class Holder:
             self.guard.stdin.flush()
 
     def listen(self) -> bytes | int:
-        """Wait for the next line that the guard prints, or, at the end, for its exit code."""
+        """Wait for the guard's next line of output; at the end, return its exit code."""
         return self.guard.stdout.readline() or self.guard.wait()
 
 
 class Pipe:
-    """A `Holder`, as scripts/ssh/job.py uses the `subprocess.Popen` of an ssh."""
+    """A `Holder` with those methods of `subprocess.Popen` that scripts/ssh/job.py uses for ssh."""
 
     stderr = ()
 
     def __init__(self, holder: Any):
-        self.holder, self.code = holder, SSH_FAILED  # as when an ssh is lost
+        self.holder, self.code = holder, SSH_FAILED  # the code of a lost ssh connection
         self.stdin = self.stdout = self
 
     def write(self, order: bytes) -> None:
-        with contextlib.suppress(Exception):  # of a node that is gone
+        with contextlib.suppress(Exception):  # the node may be lost
             self.holder.say.remote(order)
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: `write` does not buffer."""
 
     def __iter__(self) -> Iterator[bytes]:
         with contextlib.suppress(ray.exceptions.RayError):
@@ -101,14 +101,14 @@ class Pipe:
 
 
 class RayJob(Job):
-    """A job on the nodes of a Ray cluster that have what it needs on each."""
+    """A job on those nodes of a Ray cluster that have enough GPUs and CPUs."""
 
     def __init__(self, options: argparse.Namespace, *more: Any):
         from ray.autoscaler.sdk import request_resources
 
         super().__init__(options, *more)
         self.bundle = {kind: n for kind, n in (("CPU", options.cpus), ("GPU", options.gpus)) if n}
-        request_resources(bundles=[self.bundle] * self.most)  # without an autoscaler, nothing
+        request_resources(bundles=[self.bundle] * self.most)  # no effect without an autoscaler
 
     def hosts(self) -> list[Host]:
         """At most MAX nodes: surviving ones first, then new ones."""
@@ -171,15 +171,15 @@ def main() -> int:
     except (ConnectionError, ValueError, RuntimeError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"no Ray cluster at --address {options.address} ({reason}): begin one with "
-            "`ray start --head`, or give the address that it has printed"
+            f"no Ray cluster at --address {options.address} ({reason}): start one with "
+            "`ray start --head`, or give the address that it printed"
         ) from None
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     if options.gpus is None:
         options.gpus = int(max(n["Resources"].get("GPU", 0) for n in ray.nodes() if n["Alive"]))
         if not options.gpus:
             note("no node of the cluster has a GPU: training on CPUs (--gpus N waits for GPUs)")
-    if not options.gpus:  # none that Ray has not given
+    if not options.gpus:  # hide GPUs that Ray has not assigned
         options.env = [("CUDA_VISIBLE_DEVICES", ""), *(options.env or ())]
     if not (ROOT / ".venv").exists():
         options.python = options.python or sys.executable

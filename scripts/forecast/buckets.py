@@ -1,8 +1,8 @@
-"""The buckets in which DistributedDataParallel exchanges a model's gradients, without training it.
+"""Find the buckets in which DistributedDataParallel exchanges a model's gradients.
 
-One step on the meta device (shapes, no numbers) shows in which order the gradients arrive, and
-after which share of the step's multiplications. Other operations, such as batch norm's, are not
-counted, so that readiness is an estimate.
+One step on the meta device (shapes, no numbers) shows the order in which gradients arrive, and
+after which fraction of the step's multiplications. Other operations, such as batch norm's, are not
+counted, so these fractions are estimates.
 """
 
 import math
@@ -13,14 +13,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from utils import models
 
-# DistributedDataParallel's defaults, bytes: of the first bucket, of the others.
+# DistributedDataParallel's default bucket sizes in bytes: the first bucket, the others.
 LIMITS = (2**20, 25 * 2**20)
 
 
 def trace(arch: str, classes: int = 1000, image_size: int = 224) -> tuple[Bucket, ...]:
-    """The buckets of ``arch`` in the order of their exchange. Raises: `UserError` (unknown arch).
+    """Return the buckets of ``arch`` in order of exchange. Raises: `UserError` (unknown arch).
 
-    As after DDP's first step, the tensor that brings a bucket to its limit closes it.
+    As in DDP after its first step, the tensor that fills a bucket to its limit closes the bucket.
     """
     buckets: list[Bucket] = []
     shapes: list[tuple[int, ...]] = []
@@ -35,8 +35,8 @@ def trace(arch: str, classes: int = 1000, image_size: int = 224) -> tuple[Bucket
 def gradients(
     arch: str, classes: int = 1000, image_size: int = 224
 ) -> list[tuple[float, tuple[int, ...]]]:
-    """The gradients of ``arch`` in the order of their arrival: the share of the step's compute (0
-    to 1) that is done by then, and the shape. Raises: `UserError` (unknown arch)."""
+    """Return the gradients of ``arch`` in order of arrival. For each: the fraction of the step's
+    compute (0 to 1) done by then, and the shape. Raises: `UserError` (unknown arch)."""
     with torch.device("meta"):
         model = models.create(arch, classes, image_size).train()
         images = torch.empty(2, 3, image_size, image_size)
@@ -52,7 +52,7 @@ def gradients(
 
 
 def _convolution_backward(gradient, _images, weight, *rest, **_) -> int:
-    """Operations of a convolution's backward, from shapes: torch's count is wrong with groups."""
+    """Count the operations of a convolution's backward: torch's count is wrong with groups."""
     *_, required = rest  # gradients: of the input, of the weight, of the bias
     images, _channels, *places = gradient
     return sum(required[:2]) * 2 * images * math.prod(places) * math.prod(weight)

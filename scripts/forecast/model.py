@@ -1,14 +1,14 @@
-"""What a step of data-parallel training costs on more GPUs and nodes.
+"""Forecast the time of a data-parallel training step on more GPUs and nodes.
 
     step    = compute x (1 + jitter x (sqrt(GPUs) - 1)) + exposed communication
-    exposed = what exchanging the gradients adds to the compute beside it
+    exposed = communication that does not overlap with compute
 
 DistributedDataParallel collects gradients in buckets and reduces them one after the other, each as
 soon as it is full and the previous one is done, while backward continues. So a step ends with
 backward or with the last all-reduce, whichever is later. Compression delays both.
 
-The jitter is fitted; all other constants come from data sheets or are estimates. RESULTS.md has the
-errors against published runs and our own.
+The jitter is fitted; all other constants come from data sheets or are estimates. RESULTS.md
+compares forecasts with published runs and with our own.
 """
 
 import math
@@ -20,17 +20,17 @@ from utils.extras import compress
 from utils.extras.compress import Method
 from utils.report import ring_bytes
 
-# How often the arithmetic of a method reads or writes 4 bytes of memory per value. Not measured but
-# counted: bytes that the operations of utils/extras/compress.py move per value on a GPU, each in a
-# kernel of its own. 16 bits: 4 + 2 to encode, 2 + 4 to decode. 8 bits: into the blocks 8, largest
-# 4, round 16, narrow 5, add the parts of all nodes 9, round again 8 (with 4 nodes), widen 5, out of
-# the blocks 8. 4 bits: packing and unpacking as well. PowerSGD: add the error 12, two products 8,
+# How often a method's arithmetic reads or writes 4 bytes of memory per value. We counted instead of
+# measuring: bytes that utils/extras/compress.py moves per value on a GPU, if each operation is a
+# kernel. 16 bits: encode 4 + 2, decode 2 + 4. 8 bits: copy into blocks 8, find the largest 4, round
+# 16, narrow 5, add the parts of all nodes 9, round again 8 (with 4 nodes), widen 5, copy out of
+# blocks 8. 4 bits: the same, and packing and unpacking. PowerSGD: add the error 12, two products 8,
 # the product of the factors 4, copy 8, the new error 32.
 PASSES = {"fp32": 0, "fp16": 3, "bf16": 3, "int8": 16, "int4": 18, "powersgd": 16}
 
 
 class Bucket(NamedTuple):
-    """Gradients that are reduced together: their ``shapes``, and ``ready``, the share of the
+    """Gradients that are reduced together. ``shapes``: their shapes. ``ready``: the fraction of the
     step's compute (0 to 1) after which the last of them is available."""
 
     ready: float
@@ -58,7 +58,7 @@ class Workload:
 
     @property
     def wire_bytes(self) -> list[float]:
-        """Bytes of each bucket as they enter the collectives."""
+        """Bytes of each bucket that enter the collectives, after compression."""
         return [compress.wire_bytes(bucket.shapes, self.how) for bucket in self.buckets]
 
 
@@ -67,13 +67,13 @@ class Cluster:
     """Nodes and their links. Bandwidths in Gbit/s in one direction, latencies in seconds."""
 
     gpus_per_node: int = 1
-    network_gbit: float = 10.0  # of a node's link
-    protocol: float = 0.85  # share of the link's rate that all-reduce gets: TCP, headers, pauses
+    network_gbit: float = 10.0  # rate of a node's link
+    protocol: float = 0.85  # fraction of that rate which all-reduce reaches: TCP, headers, pauses
     local_gbit: float = 80.0  # between the GPUs of a node: PCIe 3 x16; NVLink has 400 or more
     latency_s: float = 25e-6  # per hop between nodes: TCP sockets; InfiniBand has a fifth
     local_latency_s: float = 5e-6
-    # Fitted on one published point, HAL's 8 GPUs. It depends on the machines: a shared cluster with
-    # a shared disk has 0.06, a quiet one with local data 0.01.
+    # Fitted to one published run, on 8 GPUs of the HAL cluster. The jitter depends on the machines:
+    # a shared cluster with a shared disk has 0.06, a quiet one with local data 0.01.
     jitter: float = 0.06
     memory_gbyte_s: float = 300.0  # limits the arithmetic of compression; T4's data sheet: 320
 
@@ -126,17 +126,17 @@ def forecast(work: Workload, cluster: Cluster, gpus: int) -> Forecast:
 
 
 def _exposed_s(work: Workload, exchange_times: list[float], memory_bytes_per_s: float) -> float:
-    """How much longer than its compute a step takes because of the exchange."""
+    """Return how much longer than its compute a step takes because of the exchange."""
     codec_s = PASSES[work.how.name.partition(":")[0]] * 4 / memory_bytes_per_s  # per value
-    device = network = done = 0.0  # until when each is busy; share of compute done
-    decoding: list[tuple[float, float]] = []  # when a bucket arrives, seconds to decode it
-    end = Bucket(1.0, ())  # of backward
+    device = network = done = 0.0  # times until which each is busy; fraction of compute done
+    decoding: list[tuple[float, float]] = []  # time when a bucket arrives, seconds to decode it
+    end = Bucket(1.0, ())  # the end of backward
     for bucket, exchange_s in zip((*work.buckets, end), (*exchange_times, 0.0), strict=True):
         device += (bucket.ready - done) * work.compute_s
         done = bucket.ready
         while decoding and decoding[0][0] <= device:  # it has delayed backward
             device += decoding.pop(0)[1]
-        half = codec_s * bucket.values / 2  # to encode; as much to decode
+        half = codec_s * bucket.values / 2  # seconds to encode; decoding takes as long
         device += half
         arrival = max(network, device) + exchange_s
         network = arrival + half  # the next exchange begins when this one is decoded
@@ -155,19 +155,19 @@ def choice(work: Workload, cluster: Cluster, gpus: int) -> tuple[Forecast, str]:
 
 
 def fit_compute(work: Workload, cluster: Cluster, gpus: int, step_s: float) -> Workload:
-    """``work`` with the speed of one GPU at which a step on ``gpus`` GPUs takes ``step_s``."""
+    """Return ``work`` with the GPU speed at which a step on ``gpus`` GPUs takes ``step_s``."""
 
     def trial(compute_s: float) -> Workload:
         return replace(work, images_per_s=work.batch / compute_s)
 
-    # Compute cannot explain a step that is all communication: the smallest is then taken.
+    # If communication alone explains the step, the result is the smallest compute time.
     low, high = 1e-6 * step_s, step_s
     return trial(_solve(lambda x: forecast(trial(x), cluster, gpus).step_s, step_s, low, high))
 
 
 def fit_network(work: Workload, cluster: Cluster, gpus: int, step_s: float) -> Cluster:
-    """``cluster`` with the share of its link's rate (``protocol``) at which a step on ``gpus`` GPUs
-    takes ``step_s``: at best the full rate, at worst a thousandth of it."""
+    """Return ``cluster`` with the ``protocol`` (1/1000 to 1 of the link's rate) at which a step on
+    ``gpus`` GPUs takes ``step_s``."""
 
     def trial(cost: float) -> Cluster:
         return replace(cluster, protocol=1 / cost)
@@ -176,7 +176,7 @@ def fit_network(work: Workload, cluster: Cluster, gpus: int, step_s: float) -> C
 
 
 def _solve(rising: Callable[[float], float], value: float, low: float, high: float) -> float:
-    """Where the ``rising`` function has ``value``; the nearer end if it does not reach it."""
+    """Find x, from ``low`` to ``high``, where ``rising`` is ``value``; else the nearer end."""
     for _ in range(100):
         middle = (low + high) / 2
         low, high = (middle, high) if rising(middle) < value else (low, middle)

@@ -1,8 +1,8 @@
-"""Decode images once: uint8 pixels in a few large files, with an index.
+"""Decode images once, and store uint8 pixels in a few large files, with an index.
 
-The pixels are those of `shrink` without its second loss by JPEG. Reading them needs no decoder, but
-ten times the space. utils/extras/pack.py describes the format and reads it. A file that cannot be
-decoded is stored unchanged, so that training's rule for bad files applies to it.
+The pixels equal those of `shrink`, without a second JPEG compression. Reading them needs no
+decoder, but ten times the space. utils/extras/pack.py describes the format and reads it. A file
+that cannot be decoded is stored unchanged, so that training handles it by its rule for bad files.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from utils.preprocessing import to_rgb
 
 
 def read_end(path: Path) -> np.ndarray | None:
-    """The index at the end of a file, `pack.RECORD` [n]; None if the file is not complete."""
+    """Return the index at the end of a file, `pack.RECORD` [n]; None if the file is incomplete."""
     try:
         with open(path, "rb") as file:
             file.seek(-8 - len(pack.MAGIC), os.SEEK_END)
@@ -34,13 +34,13 @@ def read_end(path: Path) -> np.ndarray | None:
             file.seek(-8 - len(pack.MAGIC) - length, os.SEEK_END)
             with np.load(io.BytesIO(file.read(length))) as content:
                 records = content["records"]
-    except Exception:  # it is missing, or zipfile and numpy report damage in many ways
+    except Exception:  # a missing file; zipfile and numpy report damage by many types
         return None
     return records if magic == pack.MAGIC else None
 
 
 def _write_file(size: int, job: tuple[Path, int, list[Item]]) -> tuple[int, list[str]]:
-    """In a worker: write one file. Returns 1, and a message for each undecodable image.
+    """Write one file, in a worker. Returns 1, and a message for each undecodable image.
 
     ``job``: the file's path, the number of its first image, and its images.
     """
@@ -72,7 +72,7 @@ def write_pack(
 ) -> tuple[int, int]:
     """Write OUT/``name``, a file per chunk; short sides have at most ``size`` pixels.
 
-    Returns: new files, and all undecodable images.
+    Returns: the number of new files, and of all undecodable images.
     """
     paths = [out / name / pack.file_name(i) for i in range(len(split.chunks))]
     missing = [i for i, path in enumerate(paths) if read_end(path) is None]
@@ -93,7 +93,7 @@ def write_pack(
 
 
 def _check(path: Path) -> tuple[int, list[str]]:
-    """In a worker: 1, and a message if this file of a pack has changed since it was written."""
+    """Check one file of a pack, in a worker. Returns 1, and a message if the file has changed."""
     records = read_end(path)
     intact = records is not None
     if intact:
@@ -103,15 +103,15 @@ def _check(path: Path) -> tuple[int, list[str]]:
 
 
 def verify(args: argparse.Namespace) -> None:
-    """`verify`: read a whole pack, compare checksums, name damaged files. Raises: `UserError`."""
+    """Run `verify`: read a pack, compare checksums, name damaged files. Raises: `UserError`."""
     paths = []
     for folder in (args.out / split for split in SPLITS):
         if addons.source_kind(folder) is pack.Pack:
-            pack.Pack.class_names(folder)  # raises the error of an incomplete pack
+            pack.Pack.class_names(folder)  # raises `UserError` if the pack is incomplete
             paths += sorted(folder.glob(f"*{pack.SUFFIX}"))
     if not paths:
         raise UserError(f"{args.out} holds no packed pixels")
     if damaged := work(_check, paths, args.workers, len(paths), " files"):
-        text = f"{len(damaged)} of {len(paths)} files are damaged: remove them, and run the command"
-        raise UserError(f"{text} that made the pack again")
+        text = f"{len(damaged)} of {len(paths)} files are damaged: remove them, then run again the"
+        raise UserError(f"{text} command that made the pack")
     print(f"{args.out}: all {len(paths)} files match their checksums")

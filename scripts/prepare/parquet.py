@@ -1,8 +1,8 @@
-"""Read the parquet files of Hugging Face's image data sets, as of ILSVRC/imagenet-1k.
+"""Read the parquet files of Hugging Face's image data sets, such as ILSVRC/imagenet-1k.
 
-A row has an image, a struct of `bytes` and `path`, and an integer label. The bytes of the images
-stay as they are. Rows are read in groups, so that memory is bounded. Rows with label -1 (ImageNet's
-test images, whose classes are not published) are left out.
+A row has an image (a struct of `bytes` and `path`) and an integer label. Image bytes are copied
+unchanged. Rows are read in groups, so that memory is bounded. Rows with label -1 (ImageNet's test
+images, whose classes are not published) are left out.
 """
 
 import json
@@ -29,7 +29,7 @@ SIGNATURES = {b"\x89PNG": ".png", b"RIFF": ".webp", b"GIF8": ".gif"}
 
 
 class Columns(NamedTuple):
-    """The names of the columns that are read."""
+    """The names of the two columns to read."""
 
     image: str
     label: str
@@ -42,10 +42,10 @@ class Rows:
     path: Path
     columns: Columns
     split: str
-    classes: dict[int, str]  # of each label
+    classes: dict[int, str]  # label: class
     groups: range
     first: int  # number of the first row in the split
-    numbered: bool  # names begin with the number of the row
+    numbered: bool  # put the row's number before the image's name
 
     def __iter__(self) -> Iterator[Item]:
         for number, (image, label) in enumerate(_rows(self.path, self.columns, self.groups)):
@@ -65,8 +65,8 @@ class Rows:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """An open parquet file. Raises: `UserError` if it is damaged, also where it is read inside the
-    block, and without pyarrow."""
+    """Open a parquet file. Raises: `UserError` if it is damaged (also if the `with` block notices
+    that), or pyarrow is missing."""
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
@@ -81,7 +81,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _rows(path: Path, columns: Columns, groups: range | None = None) -> Iterator[tuple[Any, Any]]:
-    """Image and label of each row, of some row groups or (without the images' bytes) of all."""
+    """Yield image and label of each row in ``groups``; without ``groups``, paths and all labels."""
     names = [columns.image if groups else f"{columns.image}.path", columns.label]
     with _opened(path) as file:
         for batch in file.iter_batches(BATCH if groups else 65536, groups, names):
@@ -89,7 +89,7 @@ def _rows(path: Path, columns: Columns, groups: range | None = None) -> Iterator
 
 
 def find_files(folder: Path) -> dict[str, list[Path]]:
-    """The files of each split in ``folder`` or folder/data. Raises: `UserError`."""
+    """Find the files of each split in ``folder`` or folder/data. Raises: `UserError`."""
     splits: dict[str, list[Path]] = {}
     for path in sorted([*folder.glob("*.parquet"), *folder.glob("data/*.parquet")]):
         word = re.match(r"[a-z]*", path.name)[0]
@@ -98,7 +98,7 @@ def find_files(folder: Path) -> dict[str, list[Path]]:
         if total := re.search(r"\d{5}-of-(\d+)", path.name):
             others = path.parent.glob(path.name.replace(total[0], f"?????-of-{total[1]}"))
             if len(list(others)) != int(total[1]):
-                text = f"{path.parent} has not all {int(total[1])} files such as {path.name}"
+                text = f"{path.parent} lacks some of the {int(total[1])} files such as {path.name}"
                 raise UserError(f"{text}: finish the download")
     if not splits:
         names = "train-*.parquet, validation-*.parquet"
@@ -107,9 +107,9 @@ def find_files(folder: Path) -> dict[str, list[Path]]:
 
 
 def _schema(path: Path) -> tuple[Columns, list[str]]:
-    """The columns of a file, and the names of its labels that Hugging Face keeps there, if any.
+    """Return the columns of a file, and the names of its labels if Hugging Face stored them.
 
-    Raises: `UserError` for a file of another kind.
+    Raises: `UserError` if the file has other columns.
     """
     with _opened(path) as file:
         schema = file.schema_arrow
@@ -132,12 +132,12 @@ def _schema(path: Path) -> tuple[Columns, list[str]]:
 def _scan(
     paths: list[Path], columns: Columns, synsets: dict[int, set[str]]
 ) -> tuple[Counter[int], bool]:
-    """How many rows have each label, and whether all images of a class have different names.
+    """Count the rows of each label, and check whether names are unique within each class.
 
-    Adds to ``synsets`` those in the names of each label's images.
+    Adds to ``synsets`` the WordNet ids in the names of each label's images.
     """
     counts: Counter[int] = Counter()
-    unique, seen = True, set()  # hashes: the names would take much memory
+    unique, seen = True, set()  # of hashes, because names would take much memory
     for path in tqdm(paths, "reading labels", unit="file", delay=1, leave=False):
         for image, label in _rows(path, columns):
             counts[label] += 1
@@ -153,8 +153,8 @@ def _scan(
 def _classes(
     labels: list[int], synsets: dict[int, set[str]], names: list[str], table: Path | None
 ) -> dict[int, str]:
-    """The class of each label: from the table, from ImageNet's names of images, or from ``names``
-    in the files. Raises: `UserError`."""
+    """Return the class of each label, from ``table``, else from ImageNet's file names, else from
+    ``names`` in the parquet files. Raises: `UserError`."""
     if table:
         names = [line.strip() for line in table.read_text(encoding="utf-8").splitlines()]
     else:
@@ -176,9 +176,9 @@ def _classes(
 
 
 def open_parquet(folder: Path, table: Path | None, megabytes: int) -> dict[str, Split]:
-    """The splits in ``folder``, in chunks of about ``megabytes``.
+    """Open the splits in ``folder``, in chunks of about ``megabytes``.
 
-    ``table``: names of classes, one per line. Raises: `UserError`.
+    ``table``: a file with the names of classes, one per line. Raises: `UserError`.
     """
     files = find_files(folder)
     columns, names = _schema(files[min(files)][0])
@@ -187,12 +187,12 @@ def open_parquet(folder: Path, table: Path | None, megabytes: int) -> dict[str, 
     labels = {label for counts, _ in scans.values() for label in counts} - {-1, None}
     for split, (counts, _) in [*scans.items()]:
         if not counts.keys() - {-1, None}:
-            print(f"left out: {split}, as its classes are not published (label -1)")
+            print(f"left out: {split}, because its classes are not published (label -1)")
             del scans[split]
         elif unlabelled := counts[-1] + counts[None]:
             print(f"left out: {unlabelled} images of {split} without a label")
     if "val" not in scans and "test" in scans:
-        print("note: there are no validation files: those of the test split become val/")
+        print("note: there are no validation files, so the test split becomes val/")
         scans["val"], files["val"] = scans.pop("test"), files["test"]
     classes = _classes(sorted(labels), synsets, names, table)
     splits = {}
@@ -208,7 +208,7 @@ def open_parquet(folder: Path, table: Path | None, megabytes: int) -> dict[str, 
 
 
 def _groups(path: Path, megabytes: int) -> Iterator[tuple[range, int]]:
-    """Ranges of row groups, each of about ``megabytes``, and their number of rows."""
+    """Yield ranges of row groups of about ``megabytes``, each with its number of rows."""
     with _opened(path) as file:
         groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
     size = sum(group.total_byte_size for group in groups)

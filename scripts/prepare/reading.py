@@ -27,13 +27,13 @@ from utils.folder import SUFFIXES, Folder, Source, class_folders, has_part, list
 
 
 class Images(NamedTuple):
-    """The images of DATA/train, say."""
+    """The images of a split, such as DATA/train."""
 
     source: Source
-    classes: list[str]  # also those without an image
+    classes: list[str]  # including classes without images
 
     def split(self, name: str, size: int = BATCH) -> Split:
-        """OUT/``name`` with all images, in chunks of ``size``."""
+        """Return the split OUT/``name`` with all images, in chunks of ``size``."""
         source = self.source
 
         def item(image: int) -> Item:
@@ -44,10 +44,10 @@ class Images(NamedTuple):
 
 
 class Files(Source):
-    """Images whose files are elsewhere than their CLASS/NAME says."""
+    """Images whose files are not at ROOT/CLASS/NAME."""
 
     def __init__(self, root: Path, files: dict[str, Path]):
-        """``files``: the file of each CLASS/NAME."""
+        """``files``: CLASS/NAME: path of the file."""
         names = sorted(files, key=lambda name: (name.partition("/")[0], os.fsencode(name)))
         self.files = [str(files[name]) for name in names]
         counts = Counter(name.partition("/")[0] for name in names)
@@ -60,22 +60,22 @@ class Files(Source):
 
 
 def open_images(data: Path, splits: Sequence[str] = SPLITS) -> dict[str, Images]:
-    """The images of each of ``splits`` that ``data`` has. Raises: `UserError` if it has none."""
+    """Open those of ``splits`` that ``data`` has. Raises: `UserError` if it has none."""
     if not data.is_dir():
         raise UserError(f"there is no folder {data}")
     if not read_marker(data).get("finished", True):
-        raise UserError(f"{data} is not finished; first run the command that makes it again")
+        raise UserError(f"{data} is not finished: first run again the command that makes it")
     print(f"listing the images in {data}", flush=True)
     layout = layouts.find(data)
     opened = {split: _open_split(data, layout, split) for split in splits}
     if not any(opened.values()):
-        text = "has no images in train/CLASS/ or val/CLASS/, no tar files of them"
-        raise UserError(f"{data} {text}, and no layout of ImageNet that is known")
+        text = "has no images in train/CLASS/ or val/CLASS/, no tar files with images"
+        raise UserError(f"{data} {text}, and no known layout of ImageNet")
     return {split: images for split, images in opened.items() if images}
 
 
 def _open_split(data: Path, layout: layouts.Layout | None, split: str) -> Images | None:
-    """The images of a split; None if there are none. Raises: `UserError`."""
+    """Open the images of a split. Returns None if there are none. Raises: `UserError`."""
     folders = [one for one in layout.folders.get(split, ()) if one.is_dir()] if layout else []
     files = None
     if layout and layout.flat and split == "val":
@@ -90,7 +90,7 @@ def _open_split(data: Path, layout: layouts.Layout | None, split: str) -> Images
         return None
     if kind := addons.source_kind(root):
         if kind.stores_pixels:
-            raise UserError(f"{root} holds decoded pixels: name the data set that it was made from")
+            raise UserError(f"{root} holds decoded pixels: give the data set that it was made from")
         classes = class_folders(root)
         return Images(open_source(root, classes, shows=True), classes)
     classes = Folder.class_names(root)
@@ -102,7 +102,7 @@ def _open_split(data: Path, layout: layouts.Layout | None, split: str) -> Images
 
 
 def _joined(folders: list[Path]) -> dict[str, Path]:
-    """The images of several folders of class folders. Raises: `UserError`."""
+    """Join the images of several folders of class folders. Raises: `UserError`."""
     files: dict[str, Path] = {}
     for folder in folders:
         for _, paths in images_by_class(folder):
@@ -114,12 +114,12 @@ def _joined(folders: list[Path]) -> dict[str, Path]:
 
 
 def _labelled(data: Path, layout: layouts.Layout) -> dict[str, Path]:
-    """The validation images that lie in one folder. Raises: `UserError`."""
+    """Assign classes to validation images in a flat folder. Raises: `UserError`."""
     labels = addons.extra("devkit").val_labels(layout.labels or data)
     flat = layout.flat
     names = {n for n in os.listdir(flat) if n[0] != "." and n.lower().endswith(SUFFIXES)}
     if unknown := names - labels.keys():
-        text = f"{flat} holds {min(unknown)}, which the list of classes does not name"
+        text = f"{flat} holds {min(unknown)}, which is not in the list of classes"
         raise UserError(f"{text}: remove it, or get the list again")
     if missing := labels.keys() - names:
         raise UserError(f"{flat} lacks {len(missing)} of the images, such as {min(missing)}")
@@ -127,7 +127,7 @@ def _labelled(data: Path, layout: layouts.Layout) -> dict[str, Path]:
 
 
 def check_apart(source: Path, out: Path) -> tuple[Path, Path]:
-    """The folders in full. Raises: `UserError` if one is the other or inside it."""
+    """Resolve both paths. Raises: `UserError` if they are equal or one contains the other."""
     source, out = source.expanduser().resolve(), out.expanduser().resolve()
     if source in (out, *out.parents) or out in source.parents:
         raise UserError(f"{source} and {out} overlap; choose another folder for the copy")

@@ -1,9 +1,9 @@
-"""Write images into tar files of some hundred MB, which training and WebDataset read.
+"""Write images into tar files of a few hundred MB, which training and WebDataset read.
 
-OUT/train/ holds train-00000-of-00147.tar and so on, and classes.txt: one class in a line, sorted;
+OUT/train/ holds train-00000-of-00147.tar and so on, and classes.txt: one class per line, sorted;
 the line's number, from 0, is the label. A shard holds CLASS/NAME.JPEG with the bytes of the image
-file and CLASS/NAME.cls with the label. Names are percent-encoded where WebDataset needs that: its
-key ends at the first dot of a file name, and belongs to one image. classes.txt is written last.
+file and CLASS/NAME.cls with the label. Names are percent-encoded where WebDataset needs it: there a
+key ends at the first dot of a file name and must be unique. classes.txt is written last.
 """
 
 import io
@@ -18,18 +18,18 @@ from prepare.writing import Item, Split, check_place, work
 from utils.atomic import save_atomically
 from utils.errors import UserError
 
-MEGABYTES = 500  # of a shard
+MEGABYTES = 500  # size of a shard
 
 
 def images_per_shard(image_bytes: float, megabytes: int) -> int:
-    """How many images of ``image_bytes`` each a shard of about ``megabytes`` has."""
+    """Return the number of images in a shard of ``megabytes``, if each has ``image_bytes``."""
     return max(1, round(megabytes * 1e6 / (image_bytes + 2048)))  # headers, label and padding
 
 
 def write_shards(out: Path, name: str, split: Split, workers: int) -> tuple[int, int]:
-    """Write OUT/``name``, a shard per chunk. Returns: new files, and undecodable images in them."""
+    """Write OUT/``name``, a shard per chunk. Returns: numbers of new files, undecodable images."""
     if broken := [one for one in split.classes if "\n" in one or "\r" in one]:
-        raise UserError(f"the name of class {broken[0]!r} has two lines: rename its folder")
+        raise UserError(f"the name of class {broken[0]!r} has a line break: rename its folder")
     count = len(split.chunks)
     paths = [out / name / f"{name}-{i:05d}-of-{count:05d}.tar" for i in range(count)]
     missing = [i for i, path in enumerate(paths) if not path.exists()]
@@ -44,7 +44,7 @@ def write_shards(out: Path, name: str, split: Split, workers: int) -> tuple[int,
 def _write_shard(
     out: Path, split: Split, job: tuple[Path, Iterable[Item]]
 ) -> tuple[int, list[str]]:
-    """In a worker: write one shard. Returns 1, and a message for each undecodable image."""
+    """Write one shard, in a worker. Returns 1, and a message for each undecodable image."""
     path, items = job
     labels = {class_name: number for number, class_name in enumerate(split.classes)}
     messages: list[str] = []
@@ -68,10 +68,10 @@ def _write_shard(
 
 
 def _key(name: str, keys: set[str]) -> tuple[str, str]:
-    """The key of CLASS/NAME.JPEG in a shard and its suffix; the key is added to ``keys``.
+    """Split CLASS/NAME.JPEG into its key in a shard and the suffix; add the key to ``keys``.
 
-    `urllib.parse.unquote` gives back the name. Images that differ in their suffix alone get
-    different keys, as another character is encoded. Raises: `UserError` if that is impossible.
+    `urllib.parse.unquote` restores the name. For images that differ only in the suffix, another
+    character is encoded, so that keys differ. Raises: `UserError` if that is impossible.
     """
     escaped = name.replace("%", "%25").replace("\n", "%0A").replace("\r", "%0D")
     if escaped.startswith("__"):  # WebDataset skips __NAME__
@@ -84,4 +84,4 @@ def _key(name: str, keys: set[str]) -> tuple[str, str]:
         if f"{folder}/{key}" not in keys:
             keys.add(f"{folder}/{key}")
             return f"{folder}/{key}", suffix
-    raise UserError(f"several images are named {name} but for the suffix: rename one of them")
+    raise UserError(f"several images differ from {name} only in the suffix: rename one of them")

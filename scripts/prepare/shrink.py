@@ -1,13 +1,13 @@
 """Reduce an image file to a short side of at most N pixels.
 
-Training crops are 224 pixels wide, so that most pixels of a large photograph are decoded but not
-used; RESULTS.md compares the cost of reading the copy and the original. The smallest training
-crops, which are enlarged, become softer.
+Training crops are 224 pixels wide, so most pixels of a large photograph are decoded but not used.
+RESULTS.md compares the cost of reading the copy and the original. The smallest training crops,
+which are enlarged, become softer.
 
 Reduced images are JPEG files with the pixels of `PIL.Image.convert("RGB")`, without EXIF and other
-metadata. They keep their names, whatever the suffix, as the order of training is the order of the
-names; training recognises formats by content. All others are copied byte for byte: training's rule
-for bad files then applies to one that cannot be decoded as in the original folder.
+metadata. They keep their names and suffixes, because the order of training depends on names, and
+training recognises formats by content. All other files are copied byte for byte. So training treats
+an image that cannot be decoded in the same way as in the original folder.
 """
 
 import io
@@ -20,8 +20,8 @@ from PIL import Image, UnidentifiedImageError
 from utils.errors import UserError
 from utils.preprocessing import to_rgb
 
-# After the evaluation's resize to 256 and crop, bicubic images are closer to the originals than
-# Lanczos ones, and their files are smaller; in training crops both are equally close.
+# After evaluation's resize to 256 and crop, bicubic images are closer to the originals than Lanczos
+# images, and their files are smaller. In training crops both are equally close.
 FILTER = Image.Resampling.BICUBIC
 # A JPEG decoder halves an image cheaply, but blurs it. At this many times the final size the blur
 # does not matter.
@@ -29,8 +29,8 @@ DRAFT_MARGIN = 2
 
 
 def reduce(image: Image.Image, size: int) -> Image.Image | None:
-    """An image, opened but not loaded yet, reduced to a short side of ``size`` pixels, in RGB;
-    None if it is small enough already."""
+    """Reduce an image that is opened but not loaded to a short side of ``size`` pixels, in RGB.
+    Returns None if it is small enough already."""
     if min(image.size) <= size:
         return None
 
@@ -49,12 +49,12 @@ def reduce(image: Image.Image, size: int) -> Image.Image | None:
 def opened(data: bytes) -> Iterator[Image.Image]:
     """Open an image file of any format that Pillow reads.
 
-    Raises: ValueError with the reason if it, or anything inside the block, cannot be decoded or
-    encoded; `UserError` if memory is short.
+    Raises: ValueError with the reason if the image cannot be decoded, or the `with` block cannot
+    encode it; `UserError` if memory runs out.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about odd metadata and images near the size limit
+            warnings.simplefilter("ignore")  # odd metadata, images near the size limit
             with Image.open(io.BytesIO(data)) as image:
                 yield image
     except UnidentifiedImageError as error:
@@ -67,10 +67,10 @@ def opened(data: bytes) -> Iterator[Image.Image]:
 
 
 def shrink(data: bytes, size: int, quality: int) -> bytes:
-    """``data``, an image file, if its short side has at most ``size`` pixels; else a reduced JPEG
-    file of ``quality`` (1 to 100).
+    """Reduce ``data``, an image file, to a JPEG file of ``quality`` (1 to 100). Returns ``data``
+    itself if its short side has at most ``size`` pixels.
 
-    Raises: ValueError if it cannot be decoded, or is too long for a JPEG file.
+    Raises: ValueError if the image cannot be decoded, or is too large for a JPEG file.
     """
     with opened(data) as image:
         small = reduce(image, size)

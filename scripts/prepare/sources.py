@@ -32,7 +32,7 @@ CIFAR_ARCHIVE = "cifar-10-python.tar.gz"
 
 
 def _below(values: np.ndarray, share: float) -> np.ndarray:
-    """True where the fractional part of ``values`` is below ``share``: bars with period 1."""
+    """Return whether the fractional part of ``values`` is below ``share``: bars with period 1."""
     return values - np.floor(values) < share
 
 
@@ -41,8 +41,8 @@ def _turns(u: np.ndarray, v: np.ndarray) -> np.ndarray:
     return np.arctan2(v, u) / math.tau
 
 
-# Of the sample: where the lighter colour is, for coordinates in periods from near the middle. The
-# class is the texture; colours, size, rotation, place and noise are random and do not depend on it.
+# The classes of the sample. A function returns where the lighter colour is; its coordinates count
+# periods from a point near the middle. Colours, size, rotation, place and noise are random.
 TEXTURES: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "bricks": lambda u, v: ~_below(v, 0.15) & ~_below(u / 2 + np.floor(v) / 2, 0.07),
     "checker": lambda u, v: (np.floor(u) + np.floor(v)) % 2 < 1,
@@ -65,7 +65,7 @@ def draw(seed: int, split: str, class_name: str, number: int) -> bytes:
     """
     # random.Random hashes the text the same way in every process, unlike hash().
     rng = random.Random(f"{seed}/{split}/{class_name}/{number}")
-    # Sizes as ImageNet's: most images are landscape, near 500 x 400.
+    # ImageNet's sizes: most images are landscape, near 500 x 400.
     long_side = rng.choice((500, 500, 500, rng.randint(400, 640)))
     short_side = round(long_side / rng.choice((1.0, 1.25, 4 / 3, 4 / 3, 1.5, 1.5)))
     upright = rng.random() < 0.2
@@ -77,7 +77,7 @@ def draw(seed: int, split: str, class_name: str, number: int) -> bytes:
     lighter = TEXTURES[class_name](x * cosine - y * sine, x * sine + y * cosine)
     dark, light = ([rng.uniform(low, low + 120) for _ in range(3)] for low in (10, 125))
     pixels = np.where(lighter[..., None], light, dark)
-    # RandomState, as numpy promises that its numbers never change from one release to the next.
+    # RandomState, because numpy promises that its numbers never change between releases.
     noise = np.random.RandomState(rng.randrange(2**31)).standard_normal((height, width, 1))
     file = io.BytesIO()
     image = Image.fromarray((pixels + 7 * noise).clip(0, 255).astype(np.uint8))
@@ -92,7 +92,7 @@ def _split(items: list[Item]) -> Split:
 def sample(
     classes: int, train: int, val: int, seed: int, missing: Sequence[str]
 ) -> dict[str, Split]:
-    """Drawn images, ``train`` and ``val`` of each class. Raises: `UserError`: too many classes."""
+    """Draw ``train`` and ``val`` images per class. Raises: `UserError` for too many classes."""
     if classes > len(TEXTURES):
         raise UserError(f"--classes {classes} is too many: the sample has {len(TEXTURES)} classes")
     return {
@@ -112,7 +112,7 @@ def sample(
 
 @contextmanager
 def _reading(what: object, advice: str = "get it again") -> Iterator[None]:
-    """Name what cannot be read: the readers of damaged archives raise nearly anything."""
+    """Report any error as `UserError`: the readers of damaged archives raise nearly anything."""
     try:
         yield
     except Exception as error:
@@ -121,14 +121,14 @@ def _reading(what: object, advice: str = "get it again") -> Iterator[None]:
 
 
 def _png(pixels: np.ndarray) -> bytes:
-    """A PNG file of a uint8 array: height x width (greyscale) or height x width x 3 (RGB)."""
+    """Encode a uint8 array as PNG: height x width (greyscale) or height x width x 3 (RGB)."""
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "PNG")
     return file.getvalue()
 
 
 def _pngs(part: str, pixels: np.ndarray, labels: Sequence[int], classes: Sequence[str]) -> Split:
-    """PNG files of uint8 ``pixels`` [n, height, width] or [n, height, width, 3]."""
+    """Make a split of PNG files from uint8 ``pixels`` [n, height, width] or [..., 3]."""
     return _split(
         [
             Item(f"{part}/{classes[label]}/{i:05d}.png", partial(_png, image))
@@ -138,7 +138,7 @@ def _pngs(part: str, pixels: np.ndarray, labels: Sequence[int], classes: Sequenc
 
 
 def _idx(folder: Path, name: str) -> np.ndarray:
-    """The uint8 array in an idx file, ``.gz`` or not. Raises: `UserError`."""
+    """Read the uint8 array in an idx file, ``.gz`` or not. Raises: `UserError`."""
     paths = [path for path in (folder / name, folder / f"{name}.gz") if path.is_file()]
     if not paths:
         raise UserError(f"neither {name} nor {name}.gz is in {folder}")
@@ -150,7 +150,7 @@ def _idx(folder: Path, name: str) -> np.ndarray:
 
 
 def fashion_mnist(source: Path | None, missing: Sequence[str]) -> dict[str, Split]:
-    """Fashion-MNIST: the four idx files, .gz or not, in ``source``; Debian's, or a download."""
+    """Open Fashion-MNIST: idx files in ``source``, else Debian's package, else a download."""
     from torchvision.datasets import FashionMNIST
 
     if source is None and DEBIAN_FASHION.is_dir():
@@ -171,9 +171,9 @@ def fashion_mnist(source: Path | None, missing: Sequence[str]) -> dict[str, Spli
 
 
 def cifar10(source: Path | None, missing: Sequence[str]) -> dict[str, Split]:
-    """CIFAR-10: the archive, or the folder that it is in; without either, a download.
+    """Open CIFAR-10. ``source``: the archive, or its folder; without it, download the archive.
 
-    torchvision unpickles it, which can run anything: only the published archive is opened.
+    torchvision unpickles the content, which can run code, so only the published archive is opened.
     """
     from torchvision.datasets import CIFAR10
     from torchvision.datasets.utils import check_integrity
@@ -183,7 +183,7 @@ def cifar10(source: Path | None, missing: Sequence[str]) -> dict[str, Split]:
         if source:
             path = source / CIFAR_ARCHIVE if source.is_dir() else source
             if not path.is_file():
-                raise UserError(f"there is no {path}")
+                raise UserError(f"{path} does not exist")
             if not check_integrity(str(path), CIFAR10.tgz_md5):
                 text = f"{path} is not the published file (its MD5 sum differs)"
                 raise UserError(f"{text}: get it again")
@@ -197,14 +197,14 @@ def cifar10(source: Path | None, missing: Sequence[str]) -> dict[str, Split]:
 
 
 def imagenet(source: Path, missing: Sequence[str]) -> dict[str, Split]:
-    """The images in ``source``, whatever training or `prepare.reading` can read: the archives of
-    image-net.org, Kaggle's folders.
+    """Open the images in ``source``, in any layout that training or `prepare.reading` can read:
+    the archives of image-net.org, Kaggle's folders.
 
-    The images are the original files, as links where they are files. Raises: `UserError` if there
-    are none, or the classes of the validation images are not known.
+    Image files become links; other images are copied unchanged. Raises: `UserError` if there are
+    none, or the classes of the validation images are unknown.
     """
     images = open_images(source, missing)
     for split in missing:
         if split not in images:
-            print(f"not prepared: {split}, of which {source} has no images")
+            print(f"left out: {split}, because {source} has no images of it")
     return {split: part.split(split) for split, part in images.items()}

@@ -1,8 +1,8 @@
 """Set a part of the training images aside for the final test: DATA/test.
 
-Images are renamed from DATA/train/CLASS/NAME to DATA/test/CLASS/NAME. Which ones depends on their
-names and the seed alone, so that all nodes agree. An image is always in one of the two folders;
-an interrupted command continues, and another fraction moves images there or back.
+Images are renamed from DATA/train/CLASS/NAME to DATA/test/CLASS/NAME. The choice depends only on
+their names and the seed, so all nodes agree. An image is always in one of the two folders. After an
+interruption the same command continues. With another fraction, it moves images in either direction.
 """
 
 import argparse
@@ -23,12 +23,12 @@ MARKER = ".split.json"
 
 
 def split_folder(args: argparse.Namespace) -> None:
-    """Have the fraction ``--test`` of the training images of each class in DATA/test: rounded, but
-    at least one, those with the smallest hashes of ``--seed`` and name. Raises: `UserError`."""
+    """Move the fraction ``--test`` of each class's training images to DATA/test, at least one. It
+    takes those with the smallest hashes of ``--seed`` and name. Raises: `UserError`."""
     data, fraction = args.out, args.test
     train, test = data / "train", data / "test"
     if not train.is_dir() or addons.source_kind(train):
-        raise UserError(f"{train} is no folder of image files: split before you make shards")
+        raise UserError(f"{train} has no class folders of images: split before you make shards")
     if test.is_symlink() or (
         test.exists() and not (test / MARKER).exists() and any(test.iterdir())
     ):
@@ -51,7 +51,7 @@ def split_folder(args: argparse.Namespace) -> None:
         count = max(1, round(fraction * len(here | there))) if fraction else 0
         to_test = set(sorted(here | there, key=rank)[:count])
         if len(to_test) == len(here | there):
-            text = f"class {name} has {count} images, of which none would be left to train"
+            text = f"class {name} has only {count} images, so none would be left for training"
             raise UserError(f"--test {fraction}: {text}")
         moves += [(train / path, test / path) for path in sorted(to_test & here)]
         moves += [(test / path, train / path) for path in sorted(there - to_test)]
@@ -74,11 +74,11 @@ def split_folder(args: argparse.Namespace) -> None:
 
 
 def _move(old: Path, new: Path) -> None:
-    """Rename an image; one name always exists. Raises: `UserError`."""
+    """Rename an image. At every moment one of the names exists. Raises: `UserError`."""
     new.parent.mkdir(parents=True, exist_ok=True)
     try:
         if old.is_symlink() and not os.path.isabs(os.readlink(old)):
-            # In another folder a relative link would lead elsewhere.
+            # A relative link would lead elsewhere from another folder.
             temporary = new.with_name(f".{os.urandom(8).hex()}.tmp")
             temporary.symlink_to(old.resolve())
             os.replace(temporary, new)

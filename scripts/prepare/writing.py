@@ -1,6 +1,6 @@
 """Write OUT/train, OUT/val and OUT/test with several processes: class folders, shards, or a pack.
 
-After an interruption the same command finishes the work: a file gets its name when it is complete,
+After an interruption the same command finishes the work. A file gets its name when it is complete,
 existing files are skipped, and a marker file records the content and the finished splits.
 """
 
@@ -34,15 +34,15 @@ AGAIN = "run the same command again to finish the work"
 
 
 class Stored(NamedTuple):
-    """Bytes in a file; without a length, the whole file. A call reads them."""
+    """Bytes in a file; without a length, the whole file. Call it to read them."""
 
     path: str
     offset: int = 0
     length: int | None = None
 
     def __call__(self) -> bytes:
-        """Raises: OSError; `UserError` for a pipe or a device, which may have no end, and for a
-        file that ends too early."""
+        """Raises: OSError; `UserError` for a pipe or device, which may never end, and for a file
+        that ends too early."""
         if os.path.exists(self.path) and not os.path.isfile(self.path):
             raise UserError(f"{self.path} is a pipe or a device, not an image: remove it")
         with open(self.path, "rb") as file:
@@ -54,14 +54,14 @@ class Stored(NamedTuple):
 
 
 class Item(NamedTuple):
-    """An image to write: its place SPLIT/CLASS/NAME below OUT, and a function that returns it."""
+    """An image: its place SPLIT/CLASS/NAME below OUT, and a function that returns its bytes."""
 
     place: str
     content: Callable[[], bytes]
 
 
 class Chunks(Sequence):
-    """``count`` items in chunks of ``size``; ``item(i)`` is called when its chunk is written."""
+    """``count`` items in chunks of ``size``. ``item(i)`` is called only when a chunk is used."""
 
     def __init__(self, count: int, size: int, item: Callable[[int], Item]):
         self.count, self.size, self.item = count, size, item
@@ -76,9 +76,9 @@ class Chunks(Sequence):
 
 
 class Split(NamedTuple):
-    """The content of OUT/train, say. A worker writes one chunk at a time: a shard, a file of a
-    pack, or some images of a folder. ``change`` gives the bytes to write, and raises ValueError for
-    an image that cannot be decoded."""
+    """The content of a split, such as OUT/train. A worker writes one chunk at a time: a shard, a
+    file of a pack, or some images of a folder. ``change`` returns the bytes to write. It raises
+    ValueError for an image that cannot be decoded."""
 
     images: int
     chunks: Sequence[Iterable[Item]]
@@ -86,7 +86,7 @@ class Split(NamedTuple):
     change: Callable[[bytes], bytes] | None = None
 
     def data(self, item: Item, messages: list[str]) -> bytes:
-        """In a worker: the bytes to write; an undecodable image stays as it is, with a message."""
+        """Return the bytes to write, in a worker. An undecodable image stays, with a message."""
         data = item.content()
         try:
             return self.change(data) if self.change else data
@@ -104,8 +104,8 @@ def work(
 ) -> list[str]:
     """Call ``function(job)`` for each job in at most ``workers`` processes, with a progress bar.
 
-    It returns how much of ``total`` it has done, and messages; these are printed. The processes end
-    with this one, even if it is killed. Returns: all messages. Raises: what ``function`` raises;
+    It returns how much of ``total`` it has done, and messages to print. The processes end with this
+    one, even if it is killed. Returns: all messages. Raises: the exceptions of ``function``, and
     `UserError` if a process dies.
     """
     if not total:
@@ -119,7 +119,7 @@ def work(
     running: deque[Future] = deque()
     messages: list[str] = []
     try:
-        # A terminal sends Ctrl-C to all processes; workers inherit that they ignore it.
+        # A terminal sends Ctrl-C to all processes; workers inherit the ignored signal.
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         list(pool.map(abs, range(workers)))  # starts them all
         signal.signal(signal.SIGINT, before)
@@ -145,14 +145,14 @@ def work(
 
 
 def images_by_class(folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """Each class in ``folder`` (none if it does not exist), and the sorted paths of its images
-    relative to ``folder``, as training lists them. Raises: `UserError`."""
+    """Yield each class in ``folder``, with its image paths relative to ``folder``, sorted as in
+    training. Yields nothing if ``folder`` does not exist. Raises: `UserError`."""
     for label in Folder.class_names(folder):
         yield label, os.fsdecode(list_class(folder, label).paths).split("\0")[:-1]
 
 
 def read_marker(folder: Path) -> dict[str, Any]:
-    """The content of a folder's marker file; {} without one. Raises: `UserError`."""
+    """Read a folder's marker file; {} if there is none. Raises: `UserError`."""
     try:
         marker = json.loads((folder / MARKER).read_bytes())
         return {key: marker[key] for key in ("what", "finished", "counts")}
@@ -166,7 +166,7 @@ def read_marker(folder: Path) -> dict[str, Any]:
 def _locked(out: Path, what: str) -> Iterator[dict[str, Any]]:
     """Make the folder ``out`` if necessary and lock it; yield the content of its marker.
 
-    Raises: `UserError` if ``out`` holds something else or is in use.
+    Raises: `UserError` if ``out`` holds other data or is in use.
     """
     out.mkdir(parents=True, exist_ok=True)
     handle = os.open(out, os.O_RDONLY)
@@ -192,23 +192,23 @@ def _locked(out: Path, what: str) -> Iterator[dict[str, Any]]:
 
 
 def check_place(out: Path, place: str) -> str:
-    """``place`` itself: SPLIT/CLASS/NAME below ``out``, with folders between them or not.
+    """Check and return ``place``: SPLIT/CLASS/NAME below ``out``, perhaps with more folders.
 
-    All names come through here, as archives, tables and metadata may name anything. Raises:
+    All names are checked here, because archives, tables and metadata may hold any name. Raises:
     `UserError` for a place outside ``out``, or one that training would ignore.
     """
     parts = place.split("/")
     if not {"", ".", ".."}.isdisjoint(parts) or "\0" in place or len(parts) < 3:
-        raise UserError(f"{place!r}, in the source, is no place in {out}: get the source again")
+        raise UserError(f"{place!r} in the source would be outside {out}: get the source again")
     if any(part.startswith(".") for part in parts):
-        raise UserError(f"{place!r}, in the source, is a hidden file, which training would ignore")
+        raise UserError(f"{place!r} in the source is a hidden file, which training would ignore")
     return place
 
 
 def _link(source: Path, path: Path) -> None:
     """Make ``path`` a hard link to the file ``source``, or a symbolic one where that is impossible
     (another file system, a file of another user)."""
-    source = source.resolve()  # a link to a symbolic link would not be a file of its own
+    source = source.resolve()  # a hard link to a symbolic link would not hold the file
     path.unlink(missing_ok=True)
     try:
         os.link(source, path)
@@ -217,7 +217,7 @@ def _link(source: Path, path: Path) -> None:
 
 
 def _write_images(out: Path, split: Split, chunk: Iterable[Item]) -> tuple[int, list[str]]:
-    """In a worker: write the images that are missing. Returns the number of all, and messages."""
+    """Write missing images, in a worker. Returns: the number of all images, and messages."""
     messages: list[str] = []
     count = 0
     for item in chunk:
@@ -230,21 +230,21 @@ def _write_images(out: Path, split: Split, chunk: Iterable[Item]) -> tuple[int, 
             _link(Path(item.content.path), path)
             continue
         data = split.data(item, messages)
-        # Not flushed, which would take longer than the rest. A file that a crash of the system
-        # leaves empty is written again.
+        # Not flushed to disk, which would take longer than the rest. If the system crashes and
+        # leaves an empty file, the next call writes it again.
         save_atomically(lambda file, data=data: file.write(data), path, durable=False)
     return count, messages
 
 
 def write_folders(out: Path, name: str, split: Split, workers: int) -> tuple[int, int]:
-    """Write OUT/``name`` as class folders. Returns: its files, and its undecodable images."""
-    for class_name in split.classes:  # without images, too, as class numbers must not change
+    """Write OUT/``name`` as class folders. Returns: numbers of files and undecodable images."""
+    for class_name in split.classes:  # also classes without images: numbers must not change
         (out / check_place(out, f"{name}/{class_name}/x")).parent.mkdir(parents=True, exist_ok=True)
     write = partial(_write_images, out, split._replace(chunks=()))
     messages = work(write, split.chunks, workers, split.images, " images")
     images = sum(len(names) for _, names in images_by_class(out / name))
     if images != split.images:
-        print(f"note: {out / name} has {images} images, and its source {split.images}")
+        print(f"note: {out / name} has {images} images, but its source has {split.images}")
     return images, len(messages)
 
 
@@ -258,11 +258,11 @@ def fill(
 ) -> None:
     """Write all files of ``out`` that are missing.
 
-    ``what``: the command and all that determines the content. ``open_splits``, called with those of
-    ``names`` that are unfinished, returns the `Split` of each that exists. ``write`` writes one as
-    a few large files; it returns how many are new, and the number of undecodable images. Without
-    it, splits become class folders, which are not checked again once they are finished. Raises:
-    `UserError`; the same command then continues.
+    ``what``: the command and everything else that determines the content. ``open_splits`` gets the
+    unfinished ones of ``names``; it returns the `Split` of each that exists. ``write`` writes a
+    split as a few large files; it returns the numbers of new files and of undecodable images.
+    Without ``write``, splits become class folders; finished ones are not checked again. Raises:
+    `UserError`; after it, the same command continues.
     """
     with _locked(out, what) as marker:
         counts, new, undecodable = dict(marker.get("counts", {})), 0, 0

@@ -1,4 +1,4 @@
-"""A run's best model for other programs: safetensors, timm's ``config.json``, ONNX."""
+"""Export a run's best model for other programs: safetensors, timm's ``config.json``, ONNX."""
 
 import json
 import math
@@ -15,8 +15,8 @@ README = Path(__file__).with_suffix(".md")
 
 
 def export(best: Best, folder: Path, onnx: bool = False) -> list[Path]:
-    """Write the model into ``folder``, with a README.md that says how to load it. ``onnx``: also
-    for any number of images, by torch's own exporter.
+    """Write the model into ``folder``, with a README.md that says how to load it. With ``onnx``,
+    write it as ONNX, too, for any number of images.
 
     Returns: the files. Raises: `UserError`, OSError.
     """
@@ -29,7 +29,7 @@ def export(best: Best, folder: Path, onnx: bool = False) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / name for name in ("model.safetensors", "config.json", "README.md")]
     model = best.build()
-    # Tensors of their own: a file of safetensors has none that share memory.
+    # Copy the tensors: a safetensors file cannot hold tensors that share memory.
     weights = {name: x.clone().contiguous() for name, x in model.state_dict().items()}
     paths[0].write_bytes(save(weights, {"format": "pt"}))
     paths[1].write_text(json.dumps(config(best), indent=1) + "\n", encoding="utf-8")
@@ -50,10 +50,10 @@ def export(best: Best, folder: Path, onnx: bool = False) -> list[Path]:
 
 
 def config(best: Best) -> dict[str, Any]:
-    """What timm reads from ``config.json``, and what torchvision's constructor needs."""
+    """Return the ``config.json`` of timm, with the arguments of torchvision's constructor."""
     p, count, args = best.preprocessing, len(best.classes), best.content["model_args"]
     part = p.crop / p.val_resize_size
-    while math.floor(p.crop / part) < p.val_resize_size:  # timm computes the size in this way
+    while math.floor(p.crop / part) < p.val_resize_size:  # timm's formula of the resize size
         part = math.nextafter(part, 0)
     weights = {"input_size": [3, p.crop, p.crop], "interpolation": p.interpolation}
     weights |= {"crop_pct": part, "crop_mode": "center", "num_classes": count}

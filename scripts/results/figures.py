@@ -1,4 +1,4 @@
-"""The figures of a page of results, computed from `predictions.Predictions` with NumPy alone."""
+"""Compute the figures of a results page from `predictions.Predictions`, with NumPy alone."""
 
 import json
 import re
@@ -10,9 +10,9 @@ from results.predictions import Predictions
 
 from utils.errors import UserError
 
-Z = 1.959964  # of a 95 % interval
-BINS = 15  # of confidence: as many as Guo et al. 2017 take
-MOST_CLASSES = 100  # of a confusion matrix
+Z = 1.959964  # quantile for a 95 % interval
+BINS = 15  # of confidence, as in Guo et al. 2017
+MOST_CLASSES = 100  # limit for a confusion matrix
 MOST_CONFUSIONS = 50
 MOST_MISTAKES = 24
 IMAGENET = 1000
@@ -20,7 +20,7 @@ VAL_NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})")
 
 
 class Estimate(NamedTuple):
-    """A figure and its 95 % interval."""
+    """A value and its 95 % interval."""
 
     value: float
     low: float
@@ -28,7 +28,7 @@ class Estimate(NamedTuple):
 
 
 def wilson(hits: np.ndarray) -> Estimate:
-    """The share of ``hits`` (bool [n]) in per cent, with Wilson's score interval (Wilson 1927)."""
+    """Return the percentage of true ``hits`` (bool [n]), with Wilson's score interval (1927)."""
     if not (images := len(hits)):
         return Estimate(*[float("nan")] * 3)
     p, z2 = float(hits.mean()), Z**2 / images
@@ -38,7 +38,7 @@ def wilson(hits: np.ndarray) -> Estimate:
 
 
 def mean(values: np.ndarray) -> Estimate:
-    """A mean, with the interval of a normal distribution."""
+    """Return the mean, with the interval of a normal distribution."""
     half = Z * values.std(ddof=1) / np.sqrt(len(values)) if len(values) > 1 else 0.0
     return Estimate(*(float(values.mean()) + sign * half for sign in (0, -1, 1)))
 
@@ -50,8 +50,8 @@ def summary(result: Predictions) -> dict[str, Estimate]:
 
 
 def by_class(result: Predictions) -> list[dict[str, Any]]:
-    """For each class of the folder, the worst first: images, accuracy, and the class it is most
-    often taken for."""
+    """List the classes of the folder, worst first: number of images, accuracy, and the class that
+    is most often predicted instead."""
     taken_for: dict[int, tuple[str, int]] = {}
     for true, predicted, count in confusions(result):
         if true != predicted:
@@ -66,7 +66,7 @@ def by_class(result: Predictions) -> list[dict[str, Any]]:
 
 
 def confusions(result: Predictions) -> list[tuple[int, int, int]]:
-    """True class, predicted class, and how often, the most frequent pairs first."""
+    """List (true class, predicted class, count), most frequent first."""
     pairs = np.stack([result.targets, result.top[:, 0]], axis=1)
     kinds, counts = np.unique(pairs, axis=0, return_counts=True)
     order = np.argsort(-counts, kind="stable")
@@ -76,14 +76,14 @@ def confusions(result: Predictions) -> list[tuple[int, int, int]]:
 
 
 def frequent_confusions(result: Predictions) -> list[tuple[str, str, int]]:
-    """The most frequent mistakes: true class, predicted class, how often."""
+    """List the most frequent mistakes: (true class, predicted class, count)."""
     wrong = [(a, b, n) for a, b, n in confusions(result) if a != b][:MOST_CONFUSIONS]
     return [(result.classes[a], result.classes[b], n) for a, b, n in wrong]
 
 
 def confusion_matrix(result: Predictions) -> tuple[list[str], list[tuple[int, int, int, float]]]:
-    """The names of the folder's classes, and the cells: true class and predicted class (places
-    among the names), how often, and as a share of the true class's images."""
+    """Return the names of the folder's classes, and the cells: indices of true and predicted class
+    among these names, count, and fraction of the true class's images."""
     place = {number: i for i, number in enumerate(result.present)}
     totals = np.bincount(result.targets)
     cells = [(place[a], place[b], n, n / totals[a]) for a, b, n in confusions(result)]
@@ -91,8 +91,8 @@ def confusion_matrix(result: Predictions) -> tuple[list[str], list[tuple[int, in
 
 
 def calibration(result: Predictions) -> tuple[float, list[tuple[float, float]]]:
-    """The expected calibration error in per cent (Guo et al. 2017, arXiv:1706.04599), and the
-    reliability curve: mean confidence and accuracy, both in per cent, of each bin with images.
+    """Return the expected calibration error in per cent (Guo et al. 2017, arXiv:1706.04599), and
+    the reliability curve: mean confidence and accuracy in per cent of each bin that has images.
 
     Bins of confidence (the probability of the predicted class) are (0, 1/15], (1/15, 2/15], ...
     """
@@ -107,7 +107,7 @@ def calibration(result: Predictions) -> tuple[float, list[tuple[float, float]]]:
 
 
 def confident_mistakes(result: Predictions) -> list[int]:
-    """The wrongly predicted images with the highest probabilities, as rows of ``result``."""
+    """Return the mistakes with the highest probabilities, as row numbers of ``result``."""
     wrong = np.flatnonzero(~result.hits[:, 0])
     return wrong[np.argsort(-result.probabilities[wrong, 0], kind="stable")][
         :MOST_MISTAKES
@@ -115,7 +115,7 @@ def confident_mistakes(result: Predictions) -> list[int]:
 
 
 def real_labels(file: Path) -> list[set[int]]:
-    """The right classes of each validation image, by the images' numbers. Raises: `UserError`."""
+    """Read the correct classes of each validation image, in order. Raises: `UserError`."""
     try:
         return [set(map(int, one)) for one in json.loads(file.read_text())]
     except (OSError, ValueError, TypeError) as error:
@@ -124,7 +124,7 @@ def real_labels(file: Path) -> list[set[int]]:
 
 
 def real_accuracy(result: Predictions, file: Path) -> Estimate:
-    """Accuracy by the ReaL labels in ``file`` (Beyer et al. 2020, arXiv:2006.07159).
+    """Compute accuracy by the ReaL labels in ``file`` (Beyer et al. 2020, arXiv:2006.07159).
 
     Images without any label do not count. Raises: `UserError`.
     """
@@ -144,7 +144,7 @@ def real_accuracy(result: Predictions, file: Path) -> Estimate:
 
 
 def changes(one: Predictions, other: Predictions) -> dict[str, Any]:
-    """What the second of two models gained and lost, on the images that both could read."""
+    """Compare two models on the images that both could read: what ``other`` gained and lost."""
     rows = {path: row for row, path in enumerate(one.paths)}
     pairs = np.array([(rows[p], row) for row, p in enumerate(other.paths) if p in rows])
     a, b = one.hits[pairs[:, 0], 0], other.hits[pairs[:, 1], 0]
@@ -155,6 +155,6 @@ def changes(one: Predictions, other: Predictions) -> dict[str, Any]:
         row["before"] = before[row["name"]]
         row["change"] = row["accuracy"].value - row["before"]
     classes.sort(key=lambda row: (row["change"], row["name"]))
-    difference = mean(100.0 * b - 100.0 * a)  # paired: of the difference on each image
+    difference = mean(100.0 * b - 100.0 * a)  # paired: the mean of each image's difference
     facts = {"images": len(pairs), "difference": difference, "classes": classes}
     return facts | {key: int(chosen.sum()) for key, chosen in counts.items()}

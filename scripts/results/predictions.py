@@ -1,4 +1,4 @@
-"""A run's best model, and what it predicts for a folder of images, on any number of processes."""
+"""Load a run's best model, and predict the images of a folder on any number of processes."""
 
 import base64
 import csv
@@ -61,11 +61,11 @@ class Best:
 
 @dataclass
 class Predictions:
-    """What a model predicts for n images, most likely class first.
+    """A model's predictions for n images, most likely class first.
 
     ``targets`` int64 [n], ``top`` int64 [n, k] and ``probabilities`` float32 [n, k] (k: at most 5);
-    ``losses`` float64 [n]: cross entropy. Classes are numbers in ``classes``, the model's;
-    ``present`` are those of the folder. ``indices`` int64 [n]: of the images in ``batches``.
+    ``losses`` float64 [n]: cross entropy. Class numbers are indices in ``classes``, the model's
+    classes; ``present``: numbers of the folder's classes. ``indices`` int64 [n]: image numbers.
     """
 
     classes: list[str]
@@ -95,13 +95,13 @@ class Predictions:
         return Path(self.batches.dataset.source.root)
 
     def picture(self, row: int) -> str:
-        """The image as the model sees it, small, as a data URL."""
+        """Return the image as the model sees it: a thumbnail, as a data URL."""
         pixels, *_ = self.batches.dataset.__getitems__(Batch(0, self.indices[row : row + 1]))
         return data_url(pixels[0])
 
 
 def data_url(pixels: Tensor) -> str:
-    """A small JPEG picture of ``pixels`` (uint8 [h, w, 3]), inside an address (a data URL)."""
+    """Encode a JPEG thumbnail of ``pixels`` (uint8 [h, w, 3]) as a data URL."""
     picture, buffer = Image.fromarray(pixels.numpy()), io.BytesIO()
     picture.thumbnail((THUMBNAIL, THUMBNAIL))
     picture.save(buffer, "JPEG", quality=85)
@@ -109,7 +109,7 @@ def data_url(pixels: Tensor) -> str:
 
 
 def open_part(best: Best, args: Any, world: World) -> Batches:
-    """The images of DATA/part, or of DATA itself if it is a folder of class folders.
+    """Open the images of DATA/part, or of DATA itself if it holds class folders.
 
     Raises: `UserError` for classes that the model does not know.
     """
@@ -131,10 +131,10 @@ def open_part(best: Best, args: Any, world: World) -> Batches:
 
 @torch.no_grad()
 def predict(best: Best, args: Any, world: World) -> Predictions:
-    """Predict every image of DATA/part once, over all processes, which all get the result.
+    """Predict every image of DATA/part once, distributed over all processes. All get the result.
 
-    Among the classes of the folder alone, unless ``args.all_classes``. Raises: `UserError` when too
-    many images are unreadable, or all; and what `open_part` raises.
+    The model chooses among the folder's classes, or with ``args.all_classes`` among all. Raises:
+    `UserError` if too many images are unreadable, or all, and the errors of `open_part`.
     """
     batches = open_part(best, args, world)
     model = best.build().to(world.device, memory_format=args.memory_format)
@@ -195,8 +195,8 @@ def write_csv(result: Predictions, path: Path) -> None:
 
 @torch.no_grad()
 def of_files(best: Best, files: list[Path], world: World) -> list[dict[str, Any]]:
-    """The most likely classes of image files: for each its path, picture (data URL) and ``ranked``,
-    [(class, probability)]; in place of these an ``error`` if it cannot be read."""
+    """Predict image files. Returns for each: path, picture (data URL) and ``ranked``, a list of
+    (class, probability); or path and ``error`` if the file cannot be read."""
     paths = b"".join(os.fsencode(file.absolute()) + b"\0" for file in files)
     p = best.preprocessing
     dataset = ImageBatches(Source("/", ["images"], paths, [len(files)]), p.crop, 0, train=False)

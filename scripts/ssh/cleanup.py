@@ -1,11 +1,11 @@
 """Find and end this suite's processes of this user; see scripts/cleanup.sh for the command.
 
-What is ours carries IMAGENET_SUITE=KIND[:RUN] in its environment: launchers and scripts set it for
-everything that they start. The first process of a command started by hand has not inherited it (and
-/proc shows the environment that a process started with); it is recognised by its command line: a
-Python that runs, directly or through torchrun, imagenet_*.py of a folder that holds this suite.
+This suite's processes have IMAGENET_SUITE=KIND[:RUN] in their environment: launchers and scripts
+set it for all processes that they start. The first process of a command typed by hand lacks it. The
+command line then identifies it: a Python that runs imagenet_*.py, directly or through torchrun, in
+a folder that holds this suite.
 
-With a file of hosts, this file is sent to each of them; it needs nothing but Python (3.7 or newer).
+With HOSTS_FILE, this file is sent to each host, which needs only Python (3.7 or newer).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import signal
 import sys
 import time
 
-# A command line, a word per line: Python and its options; perhaps torchrun and its options; a
-# training script.
+# A command line, one word per line: Python and its options; optionally torchrun and its options;
+# a training script.
 _COMMAND = re.compile(
     r".*\n(?:-[WX]\n.*\n|-[^cm\n].*\n)*"
     r"(?P<torchrun>(?:-m\ntorch\.distributed\.(?:run|launch)|(?:.*/)?torchrun)\n(?:(?!.*\.py\n).*\n)*)?"
@@ -37,7 +37,7 @@ ARGUMENTS = globals().get("ARGUMENTS")  # given when this file was sent over ssh
 
 
 class Process:
-    """A process of this user as /proc shows it. Raises: OSError if it is gone or another user's."""
+    """A process, read from /proc. Raises: OSError if it has exited or is another user's."""
 
     def __init__(self, pid):
         folder = f"/proc/{pid}"
@@ -56,14 +56,14 @@ class Process:
         self.text = f"{pid}{' (orphaned)' * (self.parent == 1)}: {' '.join(lines.split())[:120]}"
         self.python = os.path.basename(os.readlink(folder + "/exe")).startswith("python")
         command = _COMMAND.match(lines) if self.python else None
-        # torchrun itself; its workers have a rank.
+        # Whether it is torchrun itself, not one of its workers, which have a rank.
         self.agent = bool(command and command["torchrun"] and "LOCAL_RANK" not in environment)
         mark = environment.get("IMAGENET_SUITE")
         self.ours = mark is not None
         if command and not self.ours:
             script = os.path.join(os.readlink(folder + "/cwd"), command["script"])
             self.ours = os.path.exists(os.path.dirname(script) + "/utils/options.py")
-        # The name of its run, where the mark or the command line has it.
+        # The name of its run, if the mark or the command line has one.
         self.run = [(mark or "").partition(":")[2], *_NAME.findall(lines)][-1]
 
     def send(self, signum):
@@ -72,9 +72,9 @@ class Process:
 
 
 def find(run):
-    """All living processes of this suite and user, apart from this one and its ancestors.
+    """Return all living processes of this suite and user, except this one and its ancestors.
 
-    With the name of a ``run``, only those of that run, and what they have started.
+    With the name of a ``run``: only the processes of that run, and those that they have started.
     """
     everyone = {}
     for entry in filter(str.isdigit, os.listdir("/proc")):
@@ -94,21 +94,21 @@ def find(run):
 
 
 def ask(processes):
-    """Send SIGTERM to those that can write a snapshot, or pass the request on.
+    """Send SIGTERM to the processes that can write a snapshot, or pass the signal on.
 
-    Not to torchrun, which would kill its workers 30 s later, unless it has none; nor to ssh and
-    the like, through which a launcher talks to its nodes.
+    A torchrun with workers gets none: it would kill them 30 s later. ssh gets none either:
+    launchers reach their nodes through it.
     """
     parents = {one.parent for one in processes}
     for one in processes:
         if one.python and not (one.agent and one.pid in parents):
             one.send(signal.SIGTERM)
-    for one in processes:  # what is stopped must receive it, and see the others end
+    for one in processes:  # a suspended process must receive it, and notice that others end
         one.send(signal.SIGCONT)
 
 
 def clean(grace, dry_run, run):
-    """Find, list and end. Returns the exit code: 1 if something could not be ended."""
+    """Find, list and end processes. Returns the exit code: 1 if one could not be ended."""
     left = find(run)
     if not left:
         print(f"nothing of {run or 'this suite'} is running")
@@ -117,7 +117,7 @@ def clean(grace, dry_run, run):
     if dry_run:
         return 0
     ask(left)
-    for seconds in (grace, 2, 2, 2, 2, 2):  # what ends may have started others since
+    for seconds in (grace, 2, 2, 2, 2, 2):  # ending processes may have started others
         deadline = time.monotonic() + seconds
         while left and time.monotonic() < deadline:
             time.sleep(0.2)
@@ -131,7 +131,7 @@ def clean(grace, dry_run, run):
 
 
 def main():
-    import hosts  # only here, as this file is sent to nodes without it
+    import hosts  # not at the top: this file is sent to nodes without that module
 
     parser = hosts.make_parser("cleanup.sh", HELP)
     add = parser.add_argument

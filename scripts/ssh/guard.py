@@ -1,14 +1,14 @@
 """Runs a script on a node for scripts/ssh/job.py, and leaves no process behind.
 
-It is sent over ssh's standard input, so a node needs nothing but Python (3.7 or newer). Then a line
-of JSON says what to start. TERM asks for a snapshot and the end, KILL ends at once. Before it exits
-it ends everything that was started below it: as a child subreaper it adopts all orphans, and so
-knows its own processes.
+The launcher sends it over ssh's standard input, so a node needs only Python (3.7 or newer). Then a
+line of JSON names the command to start. TERM asks the script to write a snapshot and exit. KILL
+kills it at once. Before the guard exits, it kills all processes below it. It is a child subreaper,
+so it adopts all orphans, and none escapes.
 
-What runs here holds a lease on the run directory. The guard prints a heartbeat with the time of its
-own clock, and the launcher sends it back: the lease counts from when an answered heartbeat was
-printed. So an answer that was held up on its way extends nothing. Whatever fails, the lease ends at
-the latest `LEASE_SECONDS` after the launcher's last answer.
+The script holds a lease on the run directory. The guard prints heartbeats with the time of its own
+clock, and the launcher sends them back. The lease counts from the time in the last heartbeat that
+came back, so a delayed answer does not extend it. Whatever fails, the lease ends at the latest
+`LEASE_SECONDS` after the launcher's last answer.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ import sys
 import threading
 import time
 
-HELLO, HEARTBEAT = "@@guard ", "@@heartbeat "  # lines for the launcher, not to be shown
+HELLO, HEARTBEAT = "@@guard ", "@@heartbeat "  # begin lines that the launcher does not show
 HEARTBEAT_SECONDS = 2.0
-SILENCE_SECONDS = 15.0  # without an answer: the launcher or the link is gone, and the script ends
-GRACE_WHEN_SILENT = 6.0  # for its snapshot; then it is killed
-LEASE_SECONDS = 25.0  # the sum of both, and 4 s to kill everything on a busy machine
+SILENCE_SECONDS = 15.0  # without an answer, the launcher counts as lost, and the script must stop
+GRACE_WHEN_SILENT = 6.0  # time for its snapshot; then it is killed
+LEASE_SECONDS = 25.0  # the sum of both, plus 4 s to kill all processes on a busy machine
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def kill_all_below(root):
-    """SIGKILL every living process below ``root``. Returns whether there was one."""
+    """Kill every living process below ``root``. Returns whether there was one."""
     children = {}
     for entry in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError, IndexError), open(f"/proc/{entry}/stat") as file:
@@ -52,7 +52,7 @@ def kill_all_below(root):
 
 
 def collect(pid):
-    """Collect what has ended, orphans too. Returns the exit code of ``pid`` if it is among them."""
+    """Reap all child processes that have exited. Returns the exit code of ``pid`` if it has."""
     with contextlib.suppress(ChildProcessError):
         ended = True
         while ended:
@@ -71,18 +71,18 @@ def listen(events):
 
 
 def send_heartbeats():
-    """For ever. In a thread: the launcher's output may be held up for a while."""
+    """Print heartbeats for ever. It runs in a thread, because printing may block for a while."""
     with contextlib.suppress(OSError):
         while True:
-            # One call, as the script writes to the same pipe.
+            # A single write call, because the script writes to the same pipe.
             os.write(sys.stdout.fileno(), f"{HEARTBEAT}{time.monotonic():.2f}\n".encode())
             time.sleep(HEARTBEAT_SECONDS)
 
 
 def follow(events):
-    """Yield orders, each with the time when the last answered heartbeat was printed.
+    """Yield orders, each with the time in the last heartbeat that the launcher answered.
 
-    Without an order yield "" five times a second, or "lost" while the launcher is silent.
+    Without an order, yield "" five times a second, or "lost" while the launcher is silent.
     """
     heard = time.monotonic()
     while True:
@@ -117,9 +117,9 @@ def start(job):
 
 
 def wait_for(pid, orders, grace):
-    """Wait until ``pid`` ends, and end it on an order. Returns its exit code.
+    """Wait until ``pid`` ends, or end it when an order says so. Returns its exit code.
 
-    ``grace`` is the time for a snapshot, in seconds.
+    ``grace``: time for a snapshot, in seconds.
     """
     asked, deadline, code = False, float("inf"), None
     while code is None:
@@ -138,8 +138,8 @@ def wait_for(pid, orders, grace):
 
 
 def hello():
-    """What the launcher has to know: the address by which it has reached this node, as the node
-    itself knows it, and a port that was free a moment ago."""
+    """Return the facts for the launcher: this node's own address on the connection that the
+    launcher opened, and a port that was free a moment ago."""
     reached = os.environ.get("SSH_CONNECTION", "").split()
     with socket.socket() as probe:
         probe.bind(("", 0))
@@ -158,7 +158,7 @@ def main():
     threading.Thread(target=send_heartbeats, daemon=True).start()
     orders = follow(events)
     order = next(order for order, _ in orders if order and not order.startswith(HEARTBEAT))
-    if not order.startswith("{"):  # the launcher has given up, or is gone
+    if not order.startswith("{"):  # the launcher has given up or exited
         return 1
     job = json.loads(order)
     folder = job["folder"] = os.path.join(os.path.expanduser("~"), job["folder"])
@@ -183,4 +183,4 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # does not wait for the thread that still reads standard input
+    os._exit(code)  # without waiting for the thread that still reads standard input

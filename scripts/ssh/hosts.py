@@ -1,11 +1,11 @@
-"""The file that lists the nodes of a job, and programs sent to them over ssh.
+"""Read the file that lists the nodes of a job, and run programs on them over ssh.
 
     # one ssh host per line: a name from ~/.ssh/config or an address, with or without a user
     node0
-    ubuntu@172.31.0.11  slots=4  ip=10.0.0.11     # 4 processes; its address for the others
+    ubuntu@172.31.0.11  slots=4  ip=10.0.0.11     # 4 processes; others reach it at 10.0.0.11
 
 The order of the lines is the order of node ranks. ``ip`` matters for the first node; with --elastic
-any node may become the first. ``runs=PATH`` is for tensorboard.sh: the folder of that node's runs.
+any node may become the first. ``runs=PATH`` tells tensorboard.sh that node's folder of runs.
 """
 
 import argparse
@@ -21,18 +21,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # what is imported from there needs nothing but Python
+sys.path.insert(0, str(ROOT))  # for modules that need only Python
 
 from utils.errors import UserError, exit_with
 from utils.launch import MARKER
 from utils.option_types import Formatter, non_negative
 
-# Reads the program; what follows on the same standard input is the program's own.
+# Reads a program from the first line of standard input; the program reads the rest.
 BOOTSTRAP = (
     "import sys,json;p=json.loads(sys.stdin.buffer.readline());"
     "exec(compile(p['source'],p['name'],'exec'),{'__name__':'__main__','ARGUMENTS':p['arguments']})"
 )
-# A dead connection is noticed within 15 s; BatchMode: never ask for a password.
+# ssh notices a dead connection within 15 s. BatchMode: it never asks for a password.
 _SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ServerAliveInterval=3", "-o", "ServerAliveCountMax=3")
 SSH_FAILED = 255  # exit code of ssh itself
 _FORM = "[USER@]HOST [slots=N] [ip=ADDRESS] [runs=PATH]"
@@ -44,7 +44,7 @@ _LINE = re.compile(
 
 @dataclass(frozen=True)
 class Host:
-    """A line of the file: the name for ssh, processes to start (None: one per GPU), own address."""
+    """A line of the file. ``address``: for ssh; ``slots``: processes (None: one per GPU)."""
 
     address: str
     slots: int | None = None
@@ -53,12 +53,12 @@ class Host:
 
     @property
     def name(self) -> str:
-        """The host without the user, for people to read."""
+        """The host without the user, for messages."""
         return self.address.rpartition("@")[2]
 
 
 def read(path: Path) -> list[Host]:
-    """The hosts in a file. Raises: `UserError`, which names the line."""
+    """Read the hosts in a file. Raises: `UserError`, which names the line."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -71,7 +71,7 @@ def read(path: Path) -> list[Host]:
 
 
 def from_list(text: str) -> list[Host]:
-    """The hosts in a list as Horovod and MPI write it, such as a:2,b:2 (processes; without: 1).
+    """Parse a list of hosts as Horovod and MPI write it: a:2,b:2 (:N processes, default 1).
 
     Raises: `UserError`.
     """
@@ -80,7 +80,7 @@ def from_list(text: str) -> list[Host]:
 
 
 def _parse(named: list[tuple[str, str]]) -> list[Host]:
-    """The hosts in pairs of a place and the text there."""
+    """Parse pairs of a place, for messages, and the text of a host."""
     hosts: dict[str, Host] = {}
     for place, text in named:
         match = _LINE.fullmatch(text)
@@ -94,10 +94,10 @@ def _parse(named: list[tuple[str, str]]) -> list[Host]:
 
 
 def remote_python(ssh: str, host: Host, mark: str = "") -> list[str]:
-    """The command that runs a `program` on ``host``; ``ssh`` is ssh with the user's options.
+    """Build the command that runs a `program` on ``host``; ``ssh`` is ssh with the user's options.
 
-    ``mark`` is the value of the environment variable by which clean-up recognises what is ours.
-    Raises: `UserError` without an ssh here.
+    ``mark``: value of the environment variable by which cleanup.sh recognises the process.
+    Raises: `UserError` if this machine has no ssh.
     """
     words = shlex.split(ssh)
     if not words or not shutil.which(words[0]):
@@ -108,15 +108,15 @@ def remote_python(ssh: str, host: Host, mark: str = "") -> list[str]:
 
 
 def program(file: str, arguments: dict) -> bytes:
-    """A Python file and its arguments, as the first line of input for `BOOTSTRAP`."""
+    """Encode a Python file and its arguments as the first input line of `BOOTSTRAP`."""
     whole = {"source": Path(file).read_text(), "name": Path(file).name, "arguments": arguments}
     return json.dumps(whole).encode() + b"\n"
 
 
 def ask_all(file: Path, ssh: str, source: str, arguments: dict) -> list[tuple[Host, int, str]]:
-    """Host, exit code and output of the program ``source`` on each host in ``file``, in order.
+    """Run the program ``source`` on each host in ``file``. Returns: host, exit code and output.
 
-    A host that ssh cannot reach has the code `SSH_FAILED`, and this says so. Raises: `UserError`.
+    If ssh cannot reach a host, it prints an error; the code is `SSH_FAILED`. Raises: `UserError`.
     """
     listed, text = read(file), program(source, arguments)
 
@@ -132,12 +132,12 @@ def ask_all(file: Path, ssh: str, source: str, arguments: dict) -> list[tuple[Ho
 
 
 def ssh_failed(ssh: str, host: Host) -> str:
-    """The error message for a host that ssh cannot reach."""
+    """Return the error message for a host that ssh cannot reach."""
     return f"ssh to {host.name} failed: does `{ssh} {host.address} python3 -V` work here?"
 
 
 def make_parser(prog: str, text: str, usage: str | None = None) -> argparse.ArgumentParser:
-    """A command line with a hosts file, and ssh."""
+    """Make a parser with the options HOSTS_FILE and --ssh."""
     parser = argparse.ArgumentParser(
         prog, usage, text, allow_abbrev=False, formatter_class=Formatter
     )
@@ -149,20 +149,20 @@ def make_parser(prog: str, text: str, usage: str | None = None) -> argparse.Argu
 
 
 def add_node_options(parser: argparse.ArgumentParser) -> None:
-    """Options about the nodes: folder of the code, Python, environment, time to stop."""
+    """Add options about the nodes: folder of the code, Python, environment, time to stop."""
     add, home = parser.add_argument, Path.home()
-    # As here, relative to the home directory if it is in it.
+    # The default is the folder here; relative to the home directory if it is inside.
     here = str(ROOT.relative_to(home) if ROOT.is_relative_to(home) else ROOT)
     add("--dir", default=here, help="folder of this code on the nodes")
-    add("--python", help="on the nodes; default: DIR/.venv/bin/python if it exists, else python3")
-    text = "environment variable for the nodes; NAME alone takes its value here"
+    add("--python", help="Python on the nodes; default: DIR/.venv/bin/python, else python3")
+    text = "environment variable for the nodes; NAME alone copies its value from here"
     add("--env", type=_variable, action="append", metavar="NAME[=VALUE]", help=text)
-    text = "time for a snapshot between the request to stop and the kill"
+    text = "time to write a snapshot; then processes are killed"
     add("--grace", type=non_negative, default=20.0, metavar="SECONDS", help=text)
 
 
 def _variable(text: str) -> tuple[str, str]:
-    """Name and value of a variable. A value may be a secret: no message has it, nor sys.argv."""
+    """Parse NAME[=VALUE]. The value may be a secret: keep it out of messages and sys.argv."""
     name, equals, value = text.partition("=")
     if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
         raise argparse.ArgumentTypeError(f"{name} is not the name of a variable")
@@ -179,7 +179,7 @@ def note(text: str) -> None:
 
 
 def main() -> int:
-    """For shell scripts: a line per host with its address, its name and its ``runs``."""
+    """Print a line per host, for shell scripts: address, name and ``runs``."""
     for host in read(Path(sys.argv[1])):
         print(host.address, host.name, host.runs or "")
     return 0

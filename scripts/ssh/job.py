@@ -1,10 +1,10 @@
 """A job on several nodes, from the first connection to the exit code.
 
-This process decides which nodes take part, so no node has to hold a rendezvous. An attempt starts
-the script on the nodes that answer. With --elastic (``again``), when a node is lost, the others
-are stopped, and the next attempt resumes from the run's latest snapshot. When a node answers again,
-the attempt ends with a snapshot, and the next one includes that node. Without --elastic all nodes
-have to answer, and there is one attempt.
+This process decides which nodes take part, so there is no rendezvous. An attempt starts the script
+on the nodes that answer. With --elastic (``again``), when a node is lost, the job stops the others,
+and the next attempt resumes from the run's latest snapshot. When a node answers again, the attempt
+ends with a snapshot, and the next one includes that node. Without --elastic all nodes have to
+answer, and there is one attempt.
 
 On each node a guard (guard.py) runs the script. This process talks to it through ssh. A subclass
 may use something else (scripts/examples/ray_train.py).
@@ -32,11 +32,11 @@ from hosts import SSH_FAILED, Host, note
 from utils import errors
 from utils.errors import BAD_INPUT, INTERRUPTED, LOST_PEER, UserError
 
-CALL_SECONDS = 30.0  # for a node to answer
-LOST_SECONDS = 6.0  # for the others to end once a node has failed: they cannot agree on a snapshot
-END_SECONDS = 30.0  # for the other nodes once the first has finished
-JOIN_SECONDS = 20.0  # before an attempt is interrupted for a node: others may come back as well
-QUICK_SECONDS, QUICK_FAILURES = 120.0, 5  # after so many short attempts in a row the job fails
+CALL_SECONDS = 30.0  # time for a node to answer
+LOST_SECONDS = 6.0  # time for the others to end after a node failed: no snapshot is possible then
+END_SECONDS = 30.0  # time for the other nodes to end when the first has finished
+JOIN_SECONDS = 20.0  # wait before a restart that includes a node: more may come back
+QUICK_SECONDS, QUICK_FAILURES = 120.0, 5  # this many short attempts in a row end the job
 RETRY_SECONDS = 15.0  # between attempts to reach a lost node
 NOTE_SECONDS = 15.0  # between lines about missing nodes
 _HELLO, _HEARTBEAT = guard.HELLO.encode(), guard.HEARTBEAT.encode()
@@ -44,39 +44,39 @@ AWAY, CALLED, READY, BUSY = range(4)  # READY: the guard waits for a job, BUSY: 
 
 
 class Node:
-    """A host and, while it is connected, the guard on it; times by the monotonic clock."""
+    """A host and, while it is connected, its guard. Times are those of the monotonic clock."""
 
     def __init__(self, host: Host, job: "Job"):
         self.host, self.job = host, job
         self.colour = 36 - len(job.nodes) % 6  # cyan, magenta, blue, yellow, green, red
-        self.failed = False  # since it last answered
-        self.next_call = 0.0  # inf: it is left out
-        self.trusted = False  # it was in an attempt that began well, and has not been lost since
+        self.failed = False  # whether it has failed since its last answer
+        self.next_call = 0.0  # time of the next call; inf: the node is left out
+        self.trusted = False  # it took part in a good attempt, and has not been lost since
         self.enter(AWAY)
 
     def enter(self, state: int) -> None:
-        """Note a new state, and since when."""
+        """Set the state, and the time when it began."""
         self.state, self.since = state, time.monotonic()
         if state in (AWAY, CALLED):
             self.hello: dict | None = None
             self.code: int | None = None
-            self.answered = self.since  # the guard's last heartbeat
+            self.answered = self.since  # time of the guard's last heartbeat
 
     def leave(self, failed: bool) -> None:
-        """The connection has ended: call again, at once or, after a failure, later."""
+        """After the connection ended: call again at once; after a failure, later."""
         self.enter(AWAY)
         self.failed = failed
         self.next_call = self.since + (RETRY_SECONDS if failed else 0.0)
 
     def connect(self) -> None:
-        """Start a guard. Events: (node, None) when it is there, (node, exit code) at its end."""
+        """Start a guard. Events: (node, None) when it has started, (node, exit code) at its end."""
         program = hosts.program(guard.__file__, {})
         self.lock, self.pipe = threading.Lock(), self.job.open(self.host, program)
         self.enter(CALLED)
         threading.Thread(target=self._follow, args=(self.pipe,), daemon=True).start()
 
     def say(self, order: bytes) -> None:
-        """Send an order, or answer a heartbeat; the guard may be gone."""
+        """Send an order, or answer a heartbeat, if the guard still exists."""
         if self.state != AWAY and self.code is None:
             with suppress(OSError), self.lock:
                 self.pipe.stdin.write(order)
@@ -90,9 +90,9 @@ class Node:
         self.job.events.put((self, pipe.wait()))
 
     def _read(self, source: Iterable[bytes], stream: Any) -> None:
-        """Handle lines of output: the guard's own, and those to show."""
+        """Handle lines of output: those for this process, and those to show."""
         for line in source:
-            # A heartbeat may follow text of the script that has no end of line yet.
+            # A heartbeat may follow a line of the script that is not complete yet.
             text, heartbeat, moment = line.partition(_HEARTBEAT)
             if heartbeat:
                 self.answered = time.monotonic()
@@ -100,12 +100,12 @@ class Node:
             if self.hello is None and line.startswith(_HELLO):
                 self.hello = json.loads(line[len(_HELLO) :])
                 self.job.events.put((self, None))
-            elif text and (self.hello or not self.failed):  # the reason of a failure is shown once
+            elif text and (self.hello or not self.failed):  # show the reason of a failure once
                 self.job.lines.put((self, text, stream))
 
     @property
     def lost(self) -> bool:
-        """Whether the connection has ended without an exit code of the guard's."""
+        """Whether the connection has ended before the guard reported an exit code."""
         return self.code == SSH_FAILED or self.code < 0
 
     @property
@@ -117,13 +117,13 @@ class Node:
 
 
 class Job:
-    """Runs ``command`` on ``machines``, if there is no --elastic on all of them.
+    """Runs ``command`` on ``machines``; without --elastic, on all of them.
 
-    A subclass may have other `hosts` at each call, and another way to `open` one. ``options``: dir,
-    elastic, env, grace, port, python, ssh. ``mark``: of the processes on the nodes, for cleanup.sh.
+    In a subclass, `hosts` may return other hosts at each call, and `open` may replace ssh.
+    ``options``: dir, elastic, env, grace, port, python, ssh. ``mark``: as in `hosts.remote_python`.
     """
 
-    wait_seconds = 600.0  # for as many nodes as the job needs at least
+    wait_seconds = 600.0  # time for the smallest number of nodes to answer
 
     def __init__(
         self, options: argparse.Namespace, command: list[str], machines: list[Host], mark: str
@@ -132,14 +132,14 @@ class Job:
         self.again = options.elastic is not None
         self.least, self.most = options.elastic or (len(machines), len(machines))
         self.events: queue.SimpleQueue = queue.SimpleQueue()
-        # What nodes have printed. Shown by a thread: heartbeats must not wait for who reads it.
+        # The nodes' output. A thread prints it, so that heartbeats do not wait for a slow reader.
         self.lines: queue.Queue = queue.Queue()
         self.nodes: list[Node] = []
-        self.number = 0  # of attempts so far
+        self.number = 0  # of the current attempt
         self.quick = 0  # attempts in a row that failed soon
-        self.signals: list[int] = []  # that have asked for the end
-        self.lease_end = 0.0  # until then a lost node may still write into the run directory
-        self.run_host: Host | None = None  # it has the run directory, unless it was lost
+        self.signals: list[int] = []  # signals received
+        self.lease_end = 0.0  # until then, a lost node may still write into the run directory
+        self.run_host: Host | None = None  # the host with the run directory; None if it was lost
 
     def hosts(self) -> list[Host]:
         """The hosts that exist now."""
@@ -147,7 +147,7 @@ class Job:
 
     def open(self, host: Host, program: bytes) -> subprocess.Popen:
         """Start an ssh that runs ``program``, the guard, on a host."""
-        # In a session of its own: Ctrl-C at the terminal is for this process, not for ssh.
+        # ssh has its own session, so that Ctrl-C at the terminal reaches only this process.
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         command = hosts.remote_python(self.options.ssh, host, self.mark)
         ssh = subprocess.Popen(command, **pipes, start_new_session=True)
@@ -157,14 +157,14 @@ class Job:
         return ssh
 
     def unreachable(self, host: Host) -> str:
-        """The error message for a host where no guard has answered."""
+        """Return the error message for a host on which no guard has answered."""
         return hosts.ssh_failed(self.options.ssh, host)
 
     def run(self) -> int:
         """Train until the end. Returns the job's exit code."""
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(signum, lambda number, _: self.signals.append(number))
-        signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # nodes end when this process is silent
+        signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # a suspended launcher would lose its nodes
         threading.Thread(target=self._write, daemon=True).start()
         code = None
         try:
@@ -173,12 +173,12 @@ class Job:
         except UserError as error:
             code = errors.report(error)
         for node in self.nodes:
-            if node.state != AWAY:  # its guard has no job, and ends
+            if node.state != AWAY:  # its guard has no job
                 node.pipe.terminate()
         return code
 
     def _write(self) -> None:
-        """Print lines of nodes, for ever. They are dropped if nobody reads our output."""
+        """Print the nodes' lines, for ever. Drop them if nothing reads this process's output."""
         while True:
             node, text, stream = self.lines.get()
             label = f"[{node.host.name}]".ljust(max(len(one.host.name) for one in self.nodes) + 2)
@@ -190,7 +190,7 @@ class Job:
             self.lines.task_done()
 
     def _step(self) -> Node | None:
-        """Connect; wait half a second for an event. Returns a node whose script has ended."""
+        """Connect, then wait up to 0.5 s for an event. Returns a node whose script has ended."""
         if not self.signals:
             self._call()
         try:
@@ -203,7 +203,7 @@ class Job:
             node.failed = False
             node.enter(READY)
             return None
-        self.lines.join()  # what it has printed comes before what is said about its end
+        self.lines.join()  # print its output before the message about its end
         node.code = code
         if node.state == BUSY:
             return node
@@ -217,7 +217,7 @@ class Job:
         return None
 
     def _call(self) -> None:
-        """Connect to each host that is due; give up connections that have brought no answer."""
+        """Connect to each host that is due. Close connections that have brought no answer."""
         now, there = time.monotonic(), self.hosts()
         self.nodes = [node for node in self.nodes if node.state != AWAY or node.host in there]
         known = [node.host for node in self.nodes]
@@ -229,7 +229,7 @@ class Job:
                 node.pipe.terminate()
 
     def _gather(self) -> list[Node]:
-        """Wait for nodes. Returns: those of the next attempt. Raises: `UserError`: too few came."""
+        """Wait for the nodes of the next attempt. Raises: `UserError` if too few answer."""
         began, noted = time.monotonic(), time.monotonic() + 1 - NOTE_SECONDS
         while True:
             self._step()
@@ -261,7 +261,7 @@ class Job:
         if address is None or (len(nodes) > 1 and address.startswith("127.")):
             raise UserError(
                 f"{first.host.name} was reached at {address}, where the other nodes cannot reach "
-                "it: write ip=ADDRESS behind it in the hosts file"
+                "it: write ip=ADDRESS after it in the hosts file"
             )
         self.number += 1
         port = str(options.port or first.hello["port"])
@@ -277,10 +277,10 @@ class Job:
             slots = [] if node.host.slots is None else ["-g", str(node.host.slots)]
             command = [*self.command[:1], *slots, *self.command[1:]]
             shown = [f"{key}={shlex.quote(value)}" for key, value in environment.items()]
-            shown += [f"{key}=***" for key in given]  # it may be a secret, and this is kept in logs
+            shown += [f"{key}=***" for key in given]  # values may be secrets; logs keep this line
             line = f"+ cd {options.dir}; {' '.join(shown)} python {shlex.join(command)}"
             self.lines.put((node, line.encode(), sys.stdout))
-            # IMAGENET_ALL_UP: the pre-flight check need not wait for a late node 0.
+            # IMAGENET_ALL_UP: node 0 is running, so the pre-flight check need not wait long for it.
             environment |= {"IMAGENET_ALL_UP": "1"} | given
             job = {"command": command, "folder": options.dir, "python": options.python}
             job |= {"environment": environment, "grace": options.grace}
@@ -289,12 +289,12 @@ class Job:
             node.say(json.dumps(job).encode() + b"\n")
 
     def _attempt(self, nodes: list[Node]) -> int | None:
-        """Train on ``nodes`` until all have ended. Returns the job's exit code, if it is over."""
+        """Train on ``nodes`` until all have ended. Returns the job's exit code, if it has ended."""
         self._start(nodes)
         began, kill_at = time.monotonic(), math.inf
         ending = ""  # why the nodes were asked to end
-        failed: Node | None = None  # the first one that ended by itself
-        handled = 0  # signals
+        failed: Node | None = None  # the first node that failed
+        handled = 0  # number of signals
         while any(node.code is None for node in nodes):
             node, now, orders = self._step(), time.monotonic(), []
             name = node.host.name if node else ""
@@ -302,9 +302,9 @@ class Job:
                 note(f"lost the connection to {name}; will keep trying")
             elif node and node.lost:
                 errors.show(
-                    UserError(f"lost the connection to {name}; its guard ends what runs there")
+                    UserError(f"lost the connection to {name}; its guard stops training there")
                 )
-            # A peer may have noticed the loss of a killed process, and ended, before it.
+            # A peer may notice a killed process and end before the killed process's own node does.
             elif (
                 node and node.code and (not ending or (node.signal == "SIGKILL" and now < kill_at))
             ):
@@ -342,7 +342,7 @@ class Job:
     def _decide(
         self, nodes: list[Node], failed: Node | None, joining: bool, seconds: float
     ) -> int | None:
-        """After an attempt: the job's exit code, or None if another one follows."""
+        """After an attempt, return the job's exit code, or None if another attempt follows."""
         codes = [LOST_PEER if node.lost or node.signal else node.code for node in nodes]
         code = codes[nodes.index(failed)] if failed else 0
         if code == LOST_PEER and BAD_INPUT in codes:
@@ -353,7 +353,7 @@ class Job:
             self.lease_end = nodes[0].answered + guard.LEASE_SECONDS
             if (left := self.lease_end - time.monotonic()) > 0:
                 name = nodes[0].host.name
-                note(f"waiting {left:.0f} s: then nothing runs on {name} any more")
+                note(f"waiting {left:.0f} s, until nothing runs on {name} any more")
         for node in nodes:
             node.leave(failed=node.lost)
         if self.signals:
@@ -362,7 +362,7 @@ class Job:
         if not self.again or codes[0] == 0:
             return 0 if self.again else code or codes[0]
         if code == BAD_INPUT and not lost:
-            # It ends the job, unless it came with a node that the attempt before had not.
+            # Bad input ends the job, unless it came from a node that is new in this attempt.
             new = [node for node in nodes if not node.trusted]
             if not new or len(new) == len(nodes):
                 return BAD_INPUT
@@ -374,7 +374,7 @@ class Job:
             for node in nodes:
                 node.trusted = not node.failed  # a lost node may come back as another machine
             self.quick = 0
-        else:  # a process has failed, or was stopped on its node: try again, but not for ever
+        else:  # a process failed, or was stopped on its node: try again, but not for ever
             self.quick = self.quick + 1 if seconds < QUICK_SECONDS else 1
             if self.quick >= QUICK_FAILURES:
                 why = f"training has failed {self.quick} times in a row soon after start"

@@ -1,6 +1,6 @@
 """Start a script on several nodes over ssh, show their output, and stop them together.
 
-See scripts/train_on_nodes.sh for the command. On each node scripts/ssh/guard.py holds the script.
+See scripts/train_on_nodes.sh for the command. On each node scripts/ssh/guard.py runs the script.
 """
 
 import argparse
@@ -27,8 +27,8 @@ _NOT_COPIED = (".git", ".venv", "__pycache__", "/runs", "/data", ".*_cache")
 
 
 def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The launcher's own options, and SCRIPT with its options. Raises: `UserError`."""
-    # A command of horovodrun has "python" in place of "--".
+    """Parse the launcher's own options. Returns: they, and SCRIPT with its options."""
+    # A command written for horovodrun has "python" instead of "--".
     own, command = split(words, "--" if "--" in words else "python")
     if command[:1] == ["python"]:
         del command[0]
@@ -36,32 +36,32 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = hosts.make_parser("train_on_nodes.sh", HELP, usage)
     hosts.add_node_options(parser)
     add = parser.add_argument
-    text = "instead of HOSTS_FILE: hosts and their processes, as horovodrun and mpirun take them"
+    text = "instead of HOSTS_FILE: hosts and their processes, as for horovodrun and mpirun"
     add("-H", dest="list", metavar="HOST:N,...", help=text)
-    text = "number of processes in all, on as many of the first hosts as needed"
+    text = "total number of processes; uses as many of the first hosts as needed"
     add("-np", "--num-proc", type=positive, metavar="N", help=text)
     add("--sync", action="store_true", help="copy this code to the nodes first")
-    add("--fetch", action="store_true", help="bring the run directory back; needs --name")
+    add("--fetch", action="store_true", help="copy the run directory back here; needs --name")
     add("--port", type=port, help="port of node 0; default: a free one")
     text = "train on MIN to MAX nodes, any of which may fail and come back; needs --name, and an "
     text += "--output-dir that all nodes share"
     add("--elastic", type=limits, metavar="MIN:MAX", help=text)
     options = parser.parse_args(own)
     if not command:
-        raise UserError("what to train is missing: ... HOSTS_FILE -- imagenet_ddp.py OPTIONS DATA")
+        raise UserError("the script is missing: ... HOSTS_FILE -- imagenet_ddp.py OPTIONS DATA")
     if bool(options.hosts) == bool(options.list):
-        raise UserError("where to train: give either HOSTS_FILE or -H HOST:N,HOST:N")
+        raise UserError("the hosts are missing: give either HOSTS_FILE or -H HOST:N,HOST:N")
     return options, command
 
 
 def split(words: list[str], end: str = "--") -> tuple[list[str], list[str]]:
-    """The words in front of ``end`` and those behind it."""
+    """Return the words before ``end`` and the words after it."""
     cut = words.index(end) if end in words else len(words)
     return words[:cut], words[cut + 1 :]
 
 
 def limits(text: str) -> tuple[int, int]:
-    """MIN and MAX of --elastic."""
+    """Parse MIN:MAX of --elastic."""
     least, _, most = text.partition(":")
     if not (least.isdecimal() and most.isdecimal() and 0 < int(least) <= int(most)):
         raise argparse.ArgumentTypeError(f"{text} is not of the form MIN:MAX, such as 1:4")
@@ -69,7 +69,7 @@ def limits(text: str) -> tuple[int, int]:
 
 
 def machines_of(options: argparse.Namespace) -> list[Host]:
-    """The hosts that the options name. Raises: `UserError`."""
+    """Return the hosts that the options name. Raises: `UserError`."""
     machines = hosts.from_list(options.list) if options.list else hosts.read(options.hosts)
     source, slots = options.hosts or f"-H {options.list}", machines[0].slots
     if len({host.slots for host in machines}) > 1:
@@ -89,10 +89,10 @@ def machines_of(options: argparse.Namespace) -> list[Host]:
 
 
 def check(command: list[str], several: bool, again: bool) -> argparse.Namespace:
-    """What matters here of a script's options; ``several``: on several nodes or processes.
+    """Parse those options of the script that the launcher needs.
 
-    ``again``: the script resumes when a node fails, and --resume is added to ``command``.
-    Raises: `UserError` for a script or options with which this is impossible.
+    ``several``: there are several nodes or processes. ``again``: the script resumes when a node
+    fails; this adds --resume to ``command``. Raises: `UserError` if the script cannot do that.
     """
     script = command[0]
     if not (ROOT / script).is_file() or "/" in script or not script.startswith("imagenet_"):
@@ -106,14 +106,14 @@ def check(command: list[str], several: bool, again: bool) -> argparse.Namespace:
     parser.add_argument("--dist-timeout", type=non_negative)
     given = parser.parse_known_args(command[1:])[0]
     if again and not given.name:
-        raise UserError("--name, the run to continue when a node fails, is missing after --")
+        raise UserError("--elastic needs --name RUN after --: a lost node's run resumes by name")
     if again and not given.resume:
         command[1:1] = ["--resume", "auto"]
     return given
 
 
 def rsync(options: argparse.Namespace, action: str, *arguments: str) -> None:
-    """Copy by rsync over the same ssh. Raises: `UserError`: it could not do the ``action``."""
+    """Copy by rsync over the same ssh. Raises: `UserError` if the ``action`` failed."""
     command = ["rsync", "-az", "-e", f"{options.ssh} -o BatchMode=yes", *arguments]
     try:
         code = subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode
@@ -124,7 +124,7 @@ def rsync(options: argparse.Namespace, action: str, *arguments: str) -> None:
 
 
 def sync(options: argparse.Namespace, host: Host) -> None:
-    """Copy this code to a host; extra files there stay. Raises: `UserError`."""
+    """Copy this code to a host; keep other files there. Raises: `UserError`."""
     without = [f"--exclude={pattern}" for pattern in _NOT_COPIED]
     # rsync creates only one level of folders.
     make = ["--rsync-path", f"mkdir -p {shlex.quote(options.dir)} && rsync"]
@@ -134,11 +134,11 @@ def sync(options: argparse.Namespace, host: Host) -> None:
 
 
 def fetch(options: argparse.Namespace, host: Host, script: argparse.Namespace) -> None:
-    """Bring the run directory from a host to the same place here. Raises: `UserError`."""
+    """Copy the run directory from a host to the same path here. Raises: `UserError`."""
     target = Path(script.output_dir) / script.name
     target.mkdir(parents=True, exist_ok=True)
     source = Path(options.dir) / target  # an absolute target is the same there
-    action = f"bring {host.name}:{source} back"
+    action = f"copy {host.name}:{source} back"
     rsync(options, action, f"{host.address}:{source}/", f"{target}/")
     note(f"the run is in {target}")
 
@@ -148,7 +148,7 @@ def main() -> int:
     machines = machines_of(options)
     script = check(command, len(machines) > 1 or bool(machines[0].slots), bool(options.elastic))
     if options.fetch and not script.name:
-        raise UserError("--fetch needs --name, the run to bring back, among the training options")
+        raise UserError("--fetch needs --name RUN after --: it copies that run's directory back")
     for host in machines if options.sync else ():
         try:
             sync(options, host)

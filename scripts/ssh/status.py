@@ -1,8 +1,8 @@
 """Show what the ranks of this user's runs are doing; see scripts/status.sh for the command.
 
-It reads the files that utils/epoch.py writes, and asks nvidia-smi where there is one. With
-a file of hosts, this file is sent to each of them; it needs nothing but Python (3.7 or newer), so
-not scripts/choose_torch.py either.
+It reads the files that utils/epoch.py writes, and calls nvidia-smi if it is installed. With
+HOSTS_FILE, this file is sent to each host, which needs only Python (3.7 or newer). So it does not
+import scripts/choose_torch.py.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ HELP = """Show what this user's runs are doing, all ranks together.
     bash scripts/status.sh HOSTS_FILE     # on all hosts of a file
 
 Each rank shows its own part of a step in seconds: waiting for its images (data_s), and computing
-until its gradients are ready (comp_s). All others wait for a rank that is marked as a straggler."""
-STRAGGLES = 1.25  # times the median of the ranks' own part of a step
+until its gradients are ready (comp_s). All other ranks wait for a rank marked as a straggler."""
+STRAGGLES = 1.25  # a straggler's part of a step is longer than this times the median
 COLUMNS = "  {:>4}  {:10.10} {:>8}  {:>10}  {:>10}  {:>6}  {:>6}  {:>5}  {:>11}  {}"
 HEADINGS = ("rank", "node", "epoch", "step", "images/s", "data_s", "comp_s", "GPU_%", "MiB", "seen")
 FOLDER = f"/dev/shm/imagenet-suite-{os.getuid()}"
@@ -32,7 +32,7 @@ ARGUMENTS = globals().get("ARGUMENTS")  # given when this file was sent over ssh
 
 
 def node():
-    """What the living ranks of this node report, each with its disk and its GPU."""
+    """Return the reports of this node's living ranks, with figures of disk and GPU."""
     ranks, devices = [], None
     for path in sorted(glob.glob(FOLDER + "/*.json")):
         try:
@@ -40,7 +40,7 @@ def node():
                 rank = json.load(file)
             if not lives(rank):
                 with contextlib.suppress(OSError):
-                    os.unlink(path)  # it was killed
+                    os.unlink(path)  # its process was killed
                 continue
             if rank["gpu"]:
                 devices = gpus() if devices is None else devices
@@ -48,7 +48,7 @@ def node():
             rank["age"] = time.time() - rank["at"]  # by this node's clock
             list(describe([("", [rank])]))
         except (OSError, ValueError, KeyError, TypeError):
-            continue  # it has just ended, or another program has written it
+            continue  # the rank has just ended, or another program wrote the file
         with contextlib.suppress(OSError):
             disk = shutil.disk_usage(rank["run"])
             rank["disk"] = f"{disk.free / 2**30:.1f} of {disk.total / 2**30:.0f} GiB free"
@@ -58,7 +58,7 @@ def node():
 
 
 def lives(rank):
-    """Whether the process of this number is the one that started then, and still runs."""
+    """Whether the rank's process still runs, and its id was not given to another process."""
     try:
         with open(f"/proc/{rank['pid']}/stat") as file:
             fields = file.read().rpartition(")")[2].split()
@@ -68,7 +68,7 @@ def lives(rank):
 
 
 def gpus():
-    """Utilisation (%), memory used and total (MiB) of each GPU by its uuid; empty without GPUs."""
+    """Return uuid: [utilisation (%), memory used, total (MiB)] of each GPU; {} without GPUs."""
     query = "--query-gpu=uuid,utilization.gpu,memory.used,memory.total"
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     try:
@@ -80,14 +80,14 @@ def gpus():
 
 
 def ago(seconds):
-    """A length of time for people: 12 s, 5 min, 3 h."""
+    """Format a length of time: 12 s, 5 min, 3 h."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def describe(answers):
-    """The lines that show ``answers``: pairs of a name and what `node` returned (None: nothing)."""
+    """Yield the lines to show. ``answers``: pairs of a node's name and the result of `node`."""
     runs = {}
     for name, answer in answers:
         if answer is None:
@@ -117,7 +117,7 @@ def describe(answers):
 
 
 def row(rank):
-    """The line of one rank."""
+    """Format the line of one rank."""
 
     def number(key, digits):
         return f"{rank[key]:.{digits}f}" if rank.get(key) is not None else "-"
@@ -131,7 +131,7 @@ def row(rank):
 
 
 def main():
-    import hosts  # only here, as this file is sent to nodes without it
+    import hosts  # not at the top: this file is sent to nodes without that module
 
     options = hosts.make_parser("status.sh", HELP).parse_args()
     if options.hosts:

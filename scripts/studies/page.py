@@ -1,5 +1,5 @@
-"""The page of a study in the log book: the table of published scaling experiments, pictures of all
-runs, a forecast, and what nvidia-smi printed."""
+"""Write a study's page in the log book: a table with the rows of published scaling experiments,
+pictures of all runs, a forecast, and the output of nvidia-smi."""
 
 import argparse
 import json
@@ -25,20 +25,20 @@ LEGEND = """\
 - Learning rate: the highest of the run.
 - Epoch time: evaluation included. The first epoch is left out if there are others.
 - Epoch num: epochs finished in that time.
-- Scaling efficiency: epoch time x processes of column 1, divided by the same of this one.
-- Validation loss, test loss and accuracy: of the model in best.pt, which --best-by chooses."""
+- Scaling efficiency: epoch time x processes of column 1, divided by this column's product of both.
+- Validation loss, test loss and accuracy: those of best.pt, the model that --best-by chooses."""
 
-Column = list[tuple["StudyRun", Run]]  # runs of one number of nodes: repeats with other seeds
+Column = list[tuple["StudyRun", Run]]  # the runs on one number of nodes, one per seed
 
 
 def rows(columns: dict[str, Column], hours: float | None) -> list[list[str]]:
-    """The rows of published scaling experiments, in their order; repeats are a mean and a spread.
+    """Return the rows of the table, in the usual order. Repeats show mean and standard deviation.
 
-    ``columns`` by title. ``hours`` of training of each run; None: --epochs decide.
+    ``columns``: title: runs. ``hours``: training time of each run; None if --epochs limits it.
     """
     pairs = [pair for column in columns.values() for pair in column]
     rates = [rate for _, run in pairs if (rate := run.highest("Lr"))]
-    # 1e-4 that went through 32 bits must not become 9.99e-5.
+    # The factor: 1e-4, rounded to 32 bits, must not become 9.99e-5.
     power = math.floor(math.log10(min(rates) * 1.0001)) if rates else 0
 
     def process_seconds(one: "StudyRun", run: Run) -> float:
