@@ -128,7 +128,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def methods(text: str) -> list[str]:
-    """The type of ``--methods``."""
+    """Parse the value of ``--methods``."""
     from utils.extras import compress
 
     try:

@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 
 
 def missing(path: Path) -> list[str]:
-    """The lines of a requirements file that the installed packages do not satisfy."""
+    """List the lines of a requirements file that the installed packages do not satisfy."""
     lines = [line.split("#")[0].strip() for line in path.read_text().splitlines()]
     unmet = []
     for requirement in map(Requirement, filter(None, lines)):

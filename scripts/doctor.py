@@ -240,7 +240,7 @@ def check_all(args: argparse.Namespace) -> list[Finding]:
             preflight.compare_data(f"DATA/{part}", sources[part], world)
             findings.append((OK, f"data: {part} {sources[part].fingerprint()}"))
         except UserError as error:
-            why = "each node takes its slice by position in its own list; copy the data set again "
+            why = "each node selects images by position in its own list; copy the data set again "
             findings.append((ERROR, str(error), why + "(rsync -a --checksum --delete)"))
     if args.nodes > 1:
         findings += check_network(args, nodes, world)

@@ -105,7 +105,7 @@ def draw(args: options.Options) -> tuple[Image.Image, str]:
         processes = (args.gpus or max(1, torch.cuda.device_count())) * (args.world_size or 1)
 
     class Rank0(World):
-        """Rank 0 of a job with several processes, of which no other exists."""
+        """Rank 0 of a job with several processes; the others do not run."""
 
         slices = processes
 

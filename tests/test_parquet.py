@@ -83,7 +83,7 @@ def test_names_from_the_metadata_or_a_table(tmp_path):
     said = succeed("parquet", tmp_path / "in", tmp_path / "out", "--folders")
     assert "numbered in the order of their names" in said
     assert "left out: 1 images of train without a label" in said
-    assert "become val/" in said
+    assert "becomes val/" in said
     assert images(tmp_path / "out") == {
         "train/a/00000000.png": b"\x89PNG1",
         "train/b/00000001_x.jpg": b"2",

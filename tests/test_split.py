@@ -74,4 +74,4 @@ def test_what_cannot_be_split_is_left_as_it_is(data, tmp_path):
     assert "has no class folders of images" in fail("split", tmp_path / "none", "--test", 0.1)
     succeed("shards", data, tmp_path / "shards")
     line = fail("split", tmp_path / "shards", "--test", 0.1)
-    assert "no folder of image files" in line or "no images in class folders" in line
+    assert "no class folders of images" in line or "no images in class folders" in line

@@ -25,7 +25,7 @@ from utils.report import ring_bytes
 # kernel. 16 bits: encode 4 + 2, decode 2 + 4. 8 bits: copy into blocks 8, find the largest 4, round
 # 16, narrow 5, add the parts of all nodes 9, round again 8 (with 4 nodes), widen 5, copy out of
 # blocks 8. 4 bits: the same, and packing and unpacking. PowerSGD: add the error 12, two products 8,
-# the product of the factors 4, copy 8, the new error 32.
+# multiply the factors 4, copy 8, compute the new error 32.
 PASSES = {"fp32": 0, "fp16": 3, "bf16": 3, "int8": 16, "int4": 18, "powersgd": 16}
 
 

@@ -346,7 +346,7 @@ class Job:
         codes = [LOST_PEER if node.lost or node.signal else node.code for node in nodes]
         code = codes[nodes.index(failed)] if failed else 0
         if code == LOST_PEER and BAD_INPUT in codes:
-            code = BAD_INPUT  # its peer ended first
+            code = BAD_INPUT  # the cause: the process that lost its peer only exited first
         lost = any(node.lost for node in nodes)
         self.run_host = None if nodes[0].lost else nodes[0].host
         if nodes[0].lost and self.again and not self.signals:

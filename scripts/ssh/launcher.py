@@ -106,7 +106,7 @@ def check(command: list[str], several: bool, again: bool) -> argparse.Namespace:
     parser.add_argument("--dist-timeout", type=non_negative)
     given = parser.parse_known_args(command[1:])[0]
     if again and not given.name:
-        raise UserError("--elastic needs --name RUN after --: a lost node's run resumes by name")
+        raise UserError("--elastic needs --name RUN after --, to resume when a node is lost")
     if again and not given.resume:
         command[1:1] = ["--resume", "auto"]
     return given
