@@ -179,7 +179,7 @@ def _missing_kernels() -> str:
     if rest and "CUDA_VISIBLE_DEVICES" not in os.environ:
         others = f"; CUDA_VISIBLE_DEVICES={rest} uses the others"
     return (
-        f"it has no kernels for {', '.join(dict.fromkeys(names))}, but for {', '.join(kernels)}"
+        f"it has no kernels for {', '.join(dict.fromkeys(names))}, only for {', '.join(kernels)}"
         f"{others}"
     )
 

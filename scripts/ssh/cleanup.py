@@ -31,8 +31,8 @@ HELP = """End this user's processes of this suite; they first get time for a sna
     bash scripts/cleanup.sh --dry-run                # list what runs on this machine
     bash scripts/cleanup.sh HOSTS_FILE --name RUN    # end one run on all hosts of a file
 
-Without --name this ends all runs under this login, a colleague's too. On a terminal it lists them
-and asks first. No other program, Python or not, is touched."""
+Without --name this ends all runs under this login, including a colleague's. On a terminal it lists
+them and asks first. It does not touch any other program."""
 ARGUMENTS = globals().get("ARGUMENTS")  # given when this file was sent over ssh
 
 
@@ -137,7 +137,7 @@ def main():
     add = parser.add_argument
     add("--name", metavar="RUN", help="end only this run (started with --name RUN)")
     add("--dry-run", action="store_true", help="only list what would be ended")
-    add("--yes", action="store_true", help="do not ask, on a terminal")
+    add("--yes", action="store_true", help="on a terminal, do not ask first")
     text = "time between SIGTERM and SIGKILL"
     add("--grace", type=hosts.non_negative, default=30.0, metavar="SECONDS", help=text)
     options = parser.parse_args()
