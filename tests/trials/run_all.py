@@ -3,7 +3,7 @@
 
     sudo .venv/bin/python tests/trials/run_all.py [--output-dir runs/trials] [--only kills starts]
 
-Takes less than an hour on two cores; needs root, for network namespaces. --output-dir keeps the
+Takes about an hour on two cores; needs root, for network namespaces. --output-dir keeps the
 output of each trial, with a table of its own. Exit code 1 if any has failed.
 """
 
