@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, TIMEOUT, Result, shell
 from nodes import Node, Nodes, need, type_on_each
-from test_gpus import T4, play
+from test_gpus import T4, simulate
 
 PORT = 8888
 OPTIONS = ("--batch-size", "16", "--image-size", "32", "--wait", str(TIMEOUT))
@@ -81,7 +81,7 @@ def test_all_defects_of_one_node_are_reported(nodes, folder, tmp_path):
     small.mkdir()
     (other / "train/class_1/002.JPEG").unlink()
     (other / "val/class_1/000.JPEG").write_text("damaged")
-    play(tmp_path, "470", T4)
+    simulate(tmp_path, "470", T4)
     # A node of these tests shares the machine's clock: Linux has no namespace for it.
     clock = "import time\nreal = time.time\ntime.time = lambda: real() + 30\n"
     (tmp_path / "sitecustomize.py").write_text(clock)
