@@ -59,7 +59,7 @@ def train(args: Namespace, world: World) -> int:
     """Build everything from the options and train to the last epoch. Returns the exit code."""
     device = world.device
     torch.manual_seed(args.seed)
-    args = loop.with_checkpoint_sizes(args, world)  # those of the --resume file
+    args = loop.with_checkpoint_sizes(args, world)  # from --resume; the model depends on them
 
     amp_dtype = amp.autocast_dtype(args, world)
 

@@ -57,7 +57,7 @@ def resume(session: Session) -> None:
     preprocessing, source = args.preprocessing, "the pretrained weights"
     if state.preprocessing is not None:
         preprocessing, source = _with_given_sizes(args, state.preprocessing, run.source), run.source
-    if args.pretrained or preprocessing != args.typed_preprocessing:
+    if args.pretrained or preprocessing != args.given_preprocessing:
         log.info(f"preprocessing as in {source}: {preprocessing}")
     session.loaders.use(preprocessing)
     state.preprocessing = preprocessing.as_dict()

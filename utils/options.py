@@ -278,5 +278,5 @@ def _resolve_sizes(args: argparse.Namespace) -> None:
     sizes = {name: getattr(args, name) for name in names}
     args.defaulted_sizes = tuple(name for name, size in sizes.items() if size is None)
     args.preprocessing = args.preprocessing.resized(**sizes)
-    args.typed_preprocessing = args.preprocessing
+    args.given_preprocessing = args.preprocessing
     args.image_size = args.preprocessing.image_size
