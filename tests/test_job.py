@@ -266,6 +266,17 @@ def test_after_the_loss_of_node_0_nothing_begins_before_it_must_be_empty(start, 
     assert ("begins again" in said) == (lease < 1)
 
 
+def test_a_script_that_ends_before_its_guard_goes_on(start, tmp_path, monkeypatch):
+    """As on a busy node: Popen returns late."""
+    slow = "import subprocess as s, time; init = s.Popen.__init__\n"
+    slow += "s.Popen.__init__ = lambda *a, **k: (init(*a, **k), time.sleep(1))[0]"
+    (tmp_path / "sitecustomize.py").write_text(slow)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "a").write_text("3")
+    with start("a") as run:
+        assert ended(run)[0] == 3
+
+
 def test_bad_input_and_repeated_failures_end_an_elastic_job(start, tmp_path):
     with start("a b", (1, 2)) as run:
         run.until("rank 1 of 2")

@@ -98,7 +98,10 @@ def follow(events):
 
 
 def start(job):
-    """Start the job's command in its own session, with this process's output. Returns its id."""
+    """Start the job's command in its own session, with this process's output.
+
+    Keep the result: when a Popen is deleted, it may reap its process, and the exit code is lost.
+    """
     libc, guard = ctypes.CDLL(None), os.getpid()
 
     def die_with_guard():
@@ -113,7 +116,7 @@ def start(job):
         stdin=subprocess.DEVNULL,
         start_new_session=True,
         preexec_fn=die_with_guard,  # noqa: PLW1509 (it calls nothing that may hold a lock)
-    ).pid
+    )
 
 
 def wait_for(pid, orders, grace):
@@ -172,10 +175,10 @@ def main():
         print(text.format(python, folder, error.strerror), file=sys.stderr)
         return 2
     try:
-        return wait_for(child, orders, job["grace"])
+        return wait_for(child.pid, orders, job["grace"])
     finally:
         while kill_all_below(os.getpid()):
-            collect(child)
+            collect(child.pid)
             time.sleep(0.05)
 
 
