@@ -128,7 +128,7 @@ def test_a_run_that_cannot_be_continued_is_left_as_it_was(folder, tmp_path):
 
     whole = contents()
     for options, words in (
-        (("-a", "resnet34", "--resume", run / "snapshot.pt"), "snapshot.pt is a resnet18"),
+        (("-a", "resnet34", "--resume", run / "snapshot.pt"), "snapshot.pt is a shufflenet_v2"),
         (("--output-dir", run / "best.pt"), run / "best.pt"),
         (here, f"{run} holds a run"),
     ):
@@ -329,7 +329,7 @@ def test_training_continues_when_stdout_cannot_be_written(folder, tmp_path, line
 
 def test_a_full_shared_memory_is_one_error_line(folder, tmp_path):
     """Semaphores of data loading workers are in /dev/shm."""
-    line = f"imagenet_nd.py -a resnet18 --image-size 32 -b 10 -j 1 --output-dir {tmp_path} {folder}"
+    line = f"imagenet_nd.py {' '.join(SMALL)} -b 10 --output-dir {tmp_path} {folder}"
     full = "mount -t tmpfs -o size=64k none /dev/shm"
     full += " && dd if=/dev/zero of=/dev/shm/x bs=4k 2>/dev/null"
     (done,) = shell(f"unshare -m bash -c '{full}; exec python {line}'")

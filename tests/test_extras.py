@@ -7,7 +7,7 @@ import sys
 from functools import partial
 
 import pytest
-from conftest import ROOT, summary
+from conftest import ROOT, SMALL, summary
 from joined import Job, command, in_processes, run_jobs
 from test_layout import imports
 
@@ -47,7 +47,7 @@ def test_an_extra_names_what_turns_it_on(name):
 
 def train_without(hidden, script, folder, place):
     """An epoch with these extras hidden; two processes where the mode has them."""
-    line = ("-a", "resnet18", "--image-size", "32", "-b", "10", "-j", "1", "--epochs", "1")
+    line = (*SMALL, "-b", "10", "--epochs", "1")
     line += ("--opt-level", "O0") if "apex" in script else ()
     line += ("--output-dir", place, "--name", "run", folder)
     env = {"HIDDEN_EXTRAS": " ".join(hidden)}
@@ -67,7 +67,7 @@ def train_without_each(folder, place, rank, size):
     from utils import options
     from utils.world import single_process
 
-    line = ["-a", "resnet18", "--image-size", "32", "-b", "20", "-j", "0", "--epochs", "1"]
+    line = [*SMALL, "-b", "20", "-j", "0", "--epochs", "1"]
     for name in EXTRAS:
         words = [*line, "--output-dir", str(place), "--name", name, str(folder)]
         sys.modules[f"utils.extras.{name}"] = None  # as Python notes that there is none
@@ -82,6 +82,6 @@ def test_each_extra_can_be_deleted(folder, tmp_path):
 
 
 def test_an_option_whose_file_was_deleted_is_an_error_line(folder, tmp_path):
-    line = ("-a", "resnet18", "--ema", "0.9", "-j", "1", "--output-dir", tmp_path, folder)
+    line = (*SMALL[:2], "--ema", "0.9", "-j", "1", "--output-dir", tmp_path, folder)
     done = command("imagenet_nd", *line, HIDDEN_EXTRAS="ema")
     done.fails_with("utils/extras/ema.py, which is missing", "git checkout utils/extras/ema.py")

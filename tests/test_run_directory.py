@@ -50,7 +50,7 @@ def test_name_and_files_of_a_run(ran):
     host = socket.gethostname().split(".")[0]
     when, name = run.name[:14], run.name[14:]
     assert time.strftime("%b%d_%H-%M-%S", time.strptime(when, "%b%d_%H-%M-%S")) == when
-    assert name == f"_{host}_resnet18_gpux1_b5_cpu1_nd"
+    assert name == f"_{host}_shufflenet_v2_x0_5_gpux1_b5_cpu1_nd"
     best, events, *files = sorted(path.name for path in run.iterdir())
     assert (best, events.startswith("events.out.tfevents.")) == ("best.pt", True)
     others = ["snapshot.pt", "snapshot_previous.pt", "summary.json", "train.log"]
@@ -105,7 +105,7 @@ def test_log_keeps_every_line_of_the_console(ran):
 def test_the_best_model_is_plain_torchvision_and_as_good_as_the_summary_says(ran):
     """On val/, and on test/, which is evaluated once, at the end."""
     results, best = ran.summary, snapshot(ran.folder, "best.pt")
-    get_model("resnet18", num_classes=3).load_state_dict(snapshot(ran.folder)["model"])
+    get_model("shufflenet_v2_x0_5", num_classes=3).load_state_dict(snapshot(ran.folder)["model"])
     for key in ("epoch", "top1", "top5"):
         assert best[key] == results[f"best_{key}"]
     best_loss = dict(ran.curves["Loss/val"])[results["best_epoch"]]
