@@ -127,7 +127,7 @@ def choose(hardware: Machine) -> tuple[str, str]:
     else:
         return NEWEST, str(hardware)
     if is_cpu_chosen():
-        return NEWEST, "CUDA_VISIBLE_DEVICES asks for the CPU"
+        return NEWEST, "CUDA_VISIBLE_DEVICES hides the GPUs"
     raise UserError(f"{problem}; {HIDE}", on_every_rank=True)
 
 

@@ -130,7 +130,7 @@ def test_a_run_that_cannot_be_continued_is_left_as_it_was(folder, tmp_path):
     for options, words in (
         (("-a", "resnet34", "--resume", run / "snapshot.pt"), "snapshot.pt is a shufflenet_v2"),
         (("--output-dir", run / "best.pt"), run / "best.pt"),
-        (here, f"{run} holds a run"),
+        (here, f"{run} contains a run"),
     ):
         attempt(*options, folder).fails_with(words)
         assert contents() == whole

@@ -195,7 +195,7 @@ def test_wrappers_end_with_the_error_and_without_gpus_the_log_says_so(bin_folder
     where = ("--output-dir", tmp_path, "--name", "cpu", folder)
     train("imagenet_nd.py", *options, *where, PATH=f"{bin_folder}:/usr/bin:/bin")
     first = (tmp_path / "cpu/train.log").read_text().splitlines()[0]
-    assert "CUDA_VISIBLE_DEVICES asks for the CPU; Tesla T4 (driver 515.54) not used" in first
+    assert "CUDA_VISIBLE_DEVICES hides Tesla T4 (driver 515.54): training" in first
 
 
 def test_the_choice_of_torch_ends_with_its_shell(bin_folder, tmp_path):

@@ -168,4 +168,4 @@ def test_control_characters_of_names_reach_neither_terminal_nor_log(folder, tmp_
     out = train("imagenet_nd.py", *line, folder).out
     assert f"run directory {shown}/a\n" in out
     assert (runs / "a/train.log").read_text() == out
-    python("imagenet_nd.py", *line, folder).fails_with(f"{shown}/a holds a run already")
+    python("imagenet_nd.py", *line, folder).fails_with(f"{shown}/a contains a run already")

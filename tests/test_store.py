@@ -80,7 +80,7 @@ def test_what_could_overwrite_or_miss_a_run_is_refused(tmp_path, monkeypatch):
     (tmp_path / "half" / "summary.json").touch()
     (tmp_path / "file").touch()
     for place, resume, words in [
-        (tmp_path, None, "/half holds a run already"),
+        (tmp_path, None, "/half contains a run already"),
         (tmp_path / "file", "auto", "cannot tell whether .*/file/half has a snapshot"),
     ]:
         with pytest.raises(UserError, match=words):

@@ -80,7 +80,7 @@ def _directory(args: Any, world: World, mode: str) -> Path:
         advice = "choose another --name"
         if not (args.evaluate or addons.measures(args)):
             advice = f"continue it with --resume auto, or {advice}"
-        raise UserError(f"{folder} holds a run already: {advice}")
+        raise UserError(f"{folder} contains a run already: {advice}")
     return folder
 
 
@@ -156,7 +156,7 @@ class Run:
                 self.lock.check_shared(world)
         self.console = Console(self.folder, world)
         if world.is_main and (unused := addons.unused_gpus()):
-            log.info(f"note: CUDA_VISIBLE_DEVICES asks for the CPU; {unused} not used")
+            log.info(f"note: CUDA_VISIBLE_DEVICES hides {unused}: training uses the CPU")
         if self.lock and self.lock.note:
             log.info(self.lock.note)
 

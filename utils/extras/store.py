@@ -161,7 +161,7 @@ class Store:
             raise UserError(f"the bucket {bucket} of --store {self.url} does not exist")
         if names and not resume:
             raise UserError(
-                f"{self.url} holds a run already: continue it with --resume auto, or choose "
+                f"{self.url} contains a run already: continue it with --resume auto, or choose "
                 "another --name"
             )
         self.thread.start()
