@@ -119,7 +119,7 @@ def ended(run: Running) -> tuple[int, str]:
 def test_the_exit_code_of_a_job(start, tmp_path, codes, code, said):
     with start("a b") as run:
         run.until(r"^\[b\] rank 1 of 2 -g 2 10.0.0.1 attempt None")
-        assert len(run.meet_family()) >= 4
+        assert eventually(lambda: len(run.meet_family()) >= 4)
         for name, own in zip("ab", codes, strict=True):
             if own is not None:
                 (tmp_path / name).write_text(str(own))
