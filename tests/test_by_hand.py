@@ -80,7 +80,7 @@ def test_places_by_hand(clean, line, env, visible, places, nodes):
 @pytest.mark.parametrize(
     ("line", "env", "words"),
     [
-        ("-g 3", {}, "-g 3 is more than the 2 GPUs of this node"),
+        ("-g 3", {}, "-g 3 is too large: GPUs of this node: 2"),
         ("-n 2 -nr 2", MASTER, "--rank 2 is not one of the node ranks 0 to 1"),
         ("", {"WORLD_SIZE": "2"}, "--dist-url tcp://IP:PORT"),
         ("-n 2", MASTER | {"MASTER_PORT": "99999"}, "MASTER_PORT=99999 is wrong: "),

@@ -93,12 +93,12 @@ def test_all_is_in_the_event_files(ours, tmp_path):
     cells, notes, both = table(tmp_path)
     assert len(list(tmp_path.iterdir())) == 2, "one per session"
     expected = {
-        "nodes": "1", "gpus": "2", "arch": "resnet18", "mode": "ddp", "lr": "0.01",
+        "nodes": "1", "gpus": "2", "arch": "shufflenet_v2_x0_5", "mode": "ddp", "lr": "0.01",
         "batch_per_gpu": "6", "global_batch": "12", "steps_per_epoch": "5", "epochs": "2",
         "state": "finished",
-        # 11,178,051 weights in float32, and 9,620 values of batch norm; the same again in 44.7 MB
-        # of gradients, of which each of two processes sends a half twice.
-        "parameters_mb": "42.68", "optimizer_mb": "42.64", "sent_mb_per_step": "44.71",
+        # 344,867 weights in float32, and 7,952 values of batch norm with 56 counts of batches; the
+        # weights again in 1.38 MB of gradients, of which each process sends a half twice.
+        "parameters_mb": "1.346", "optimizer_mb": "1.316", "sent_mb_per_step": "1.379",
     }  # fmt: skip
     assert {key: cells[key] for key in expected} == {key: [s] for key, s in expected.items()}
     (run,) = both.runs
@@ -132,6 +132,6 @@ def test_tensorboard_shows_one_line_per_run(ours):
     (group,) = ask("plugin/hparams/session_groups", body)["sessionGroups"]
     (session,) = group["sessions"]
     shown = group["name"], session["name"], session["status"], group["hparams"]["arch"]
-    assert shown == ("one", "one", "STATUS_SUCCESS", "resnet18")
+    assert shown == ("one", "one", "STATUS_SUCCESS", "shufflenet_v2_x0_5")
     metrics = {metric["name"]["tag"]: metric["trainingStep"] for metric in group["metricValues"]}
     assert metrics["Top1/val"] == metrics["Throughput/train"] == 2

@@ -317,7 +317,7 @@ def run(worker: Callable[[Any], int], args: Any) -> int:
     visible = torch.cuda.device_count()
     processes = args.gpus or max(visible, 1)
     if visible and processes > visible:
-        raise UserError(f"-g {processes} is more than the {visible} GPUs of this node")
+        raise UserError(f"-g {processes} is too large: GPUs of this node: {visible}")
     if nodes > 1 and (check := addons.preflight()):
         check.meet(rank, nodes, processes, (host, number), args.dist_timeout)
     job = {"WORLD_SIZE": nodes * processes, "LOCAL_WORLD_SIZE": processes}
