@@ -1,47 +1,61 @@
 #!/usr/bin/env python3
-"""Train an ImageNet classifier with one process per GPU, on any number of nodes (DDP, native AMP).
+"""Train an ImageNet classifier with one process per GPU, on any number of nodes.
 
-Start it by hand on every node with its own --rank (one node needs no such option):
+DistributedDataParallel with native mixed precision. On one node:
 
-    python imagenet_ddp.py -a resnet50 --dist-url tcp://MASTER_IP:8888 --world-size 2 --rank 0 DATA
-    MASTER_ADDR=IP MASTER_PORT=8888 WORLD_SIZE=2 NODE_RANK=0 python imagenet_ddp.py DATA
+    python imagenet_ddp.py -a resnet50 DATA
     python imagenet_ddp.py -n 1 -g 1 -nr 0 --epochs 2 DATA
 
-or with torchrun on every node with its own --node_rank:
+On several nodes, start it on each of them with its own rank, by hand:
 
-    torchrun --nnodes=2 --node_rank=0 --nproc_per_node=1 --master_addr=IP --master_port=8888 \\
-        imagenet_ddp.py -a resnet50 DATA
+    python imagenet_ddp.py -a resnet50 --dist-url tcp://MASTER_IP:8888 \\
+        --nodes 2 --node-rank 0 DATA
+    MASTER_ADDR=IP MASTER_PORT=8888 WORLD_SIZE=2 NODE_RANK=0 \\
+        python imagenet_ddp.py DATA
 
-Each process trains a replica of the model on its slice of the global batch; DDP averages the
-gradients while backward still computes.
+or with torchrun:
+
+    torchrun --nnodes=2 --node_rank=0 --nproc_per_node=1 \\
+        --master_addr=IP --master_port=8888 imagenet_ddp.py -a resnet50 DATA
+
+Each process trains a replica of the model on its share of the global batch.
+DDP averages the gradients while backward still computes.
 """
 
-from argparse import ArgumentParser, Namespace
 from contextlib import nullcontext
 
-from utils import launch
+from utils.start import launch
 
-launch.prepare()  # before torch is imported, which takes seconds
+launch.prepare(__name__)  # end with the launcher; report a failed import in one line
+
+from utils import options
+from utils.model.options import add_amp, add_comm
+from utils.start.option_types import Options, Parser
+
+
+def parser() -> Parser:
+    """The command line of this script."""
+    parser = options.build_parser(__doc__, batch="images per step and process (per GPU)")
+    add_amp(parser)
+    add_comm(parser)
+    launch.add_options(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    options.check(parser())  # before torch is imported, which takes seconds
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from utils import addons, amp, epoch, loop, models, optim, options
-from utils.loaders import build_loaders
-from utils.run_directory import Run
+from utils import epoch, loop
+from utils.data.loaders import build_loaders
+from utils.model import amp, compiling, compress, models, optim
+from utils.run.run_directory import Run
+from utils.run.snapshots import TrainState
 from utils.session import Session
-from utils.snapshots import TrainState
-from utils.world import World, form_buckets, process_group
-
-
-def parser() -> ArgumentParser:
-    """The command line of this script."""
-    parser = options.build_parser(__doc__, batch="images per step and process (per GPU)")
-    amp.add_options(parser)
-    options.add_communication(parser)
-    launch.add_options(parser)
-    return parser
+from utils.start.world import World, form_buckets, process_group
 
 
 def main() -> int:
@@ -49,13 +63,13 @@ def main() -> int:
     return launch.run(worker, args)  # in each process of this node
 
 
-def worker(args: Namespace) -> int:
+def worker(args: Options) -> int:
     """One process of the job: join the process group, train, leave it."""
     with process_group(args) as world:  # torch.distributed.init_process_group
         return train(args, world)
 
 
-def train(args: Namespace, world: World) -> int:
+def train(args: Options, world: World) -> int:
     """Build everything from the options and train to the last epoch. Returns the exit code."""
     device = world.device
     torch.manual_seed(args.seed)
@@ -63,13 +77,14 @@ def train(args: Namespace, world: World) -> int:
 
     amp_dtype = amp.autocast_dtype(args, world)
 
-    # ---- data: the order of images is a function of seed and epoch (utils/samplers.py). Each rank
-    # takes its slice of every global batch of DATA/train. Each image of DATA/val is evaluated once
+    # ---- data: the order of images is a function of seed and epoch (utils/data/samplers.py).
+    # Each rank takes its share of every global batch of DATA/train. Each image of DATA/val is
+    # evaluated once.
     loaders = build_loaders(args, world, dtype=amp_dtype or torch.float32)
 
     # ---- model
     model = models.build(args, len(loaders.classes))
-    model = model.to(device, memory_format=args.memory_format)
+    model = model.to(memory_format=args.memory_format).to(device)
 
     # ---- distributed data parallelism: replicas start with equal weights and get equal gradients
     if args.sync_bn:
@@ -77,7 +92,6 @@ def train(args: Namespace, world: World) -> int:
     replica = DistributedDataParallel(
         model,
         device_ids=world.device_ids,
-        bucket_cap_mb=args.bucket_mb,
         gradient_as_bucket_view=True,
     )
     replica.broadcast_buffers = False  # evaluation copies rank 0's buffers
@@ -89,9 +103,9 @@ def train(args: Namespace, world: World) -> int:
 
     # ---- gradient compression
     form_buckets(replica, world, args)
-    comm = addons.exchange(replica, args, world, scaler)  # --comm; None: DDP's all-reduce
+    comm = compress.exchange(replica, args, world)  # --comm; None: DDP's all-reduce
 
-    forward = addons.compiled(replica, args)  # unchanged without --compile
+    forward = compiling.compiled(replica, args)  # unchanged without --compile
 
     # ---- the training step
     def train_step(
@@ -125,17 +139,17 @@ def train(args: Namespace, world: World) -> int:
 
     # ---- resume, then train and evaluate, epoch by epoch
     run = Run(args, world, mode="ddp")
-    state = TrainState(model, optimizer, scaler, {"comm": comm})
+    state = TrainState(model, optimizer, scaler, comm=comm)
     session = Session(args, world, run, loaders, state)
-    if (code := loop.measure(session, train_step)) is not None:
-        return code  # --find-batch, --dummy
+    if (code := loop.find_batch(session, train_step)) is not None:
+        return code  # --find-batch
     loop.resume(session)
     if args.evaluate:
         return epoch.evaluate_only(session, predict)
     training = loop.begin(session)
     while loop.has_next_epoch(training):
         trained = epoch.train(training, train_step)
-        evaluated = epoch.evaluate(training, predict, loaders.val)
+        evaluated = epoch.evaluate(training, predict, training.val)
         loop.close_epoch(training, trained, evaluated)  # curves, best model, snapshot
     return loop.end(training, predict)
 

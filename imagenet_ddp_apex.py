@@ -1,43 +1,53 @@
 #!/usr/bin/env python3
-"""Train an ImageNet classifier with one process per GPU and NVIDIA Apex's opt levels (DDP, O2).
+"""Train an ImageNet classifier with NVIDIA Apex's opt levels (DDP, O2).
 
-Start it with torch.distributed.launch or torchrun on every node with its own --node_rank:
+One process per GPU. Start it on every node with its own --node_rank:
 
-    python -m torch.distributed.launch --nproc_per_node=4 imagenet_ddp_apex.py -a resnet50 \\
-        --b 208 --workers 20 --opt-level O2 DATA
-    torchrun --nnodes=2 --node_rank=0 --nproc_per_node=4 --master_addr=IP --master_port=8888 \\
+    python -m torch.distributed.launch --nproc_per_node=4 \\
+        imagenet_ddp_apex.py -a resnet50 --b 208 --workers 20 \\
+        --opt-level O2 DATA
+    torchrun --nnodes=2 --node_rank=0 --nproc_per_node=4 \\
+        --master_addr=IP --master_port=8888 \\
         imagenet_ddp_apex.py -a resnet50 --b 208 --opt-level O2 DATA
 
-or by hand like imagenet_ddp.py. O2 keeps float16 weights and float32 masters of them, scales the
-loss, and skips a step whose gradients overflow. NVIDIA's Apex (25.04 is the last tag with amp) is
-used if it is installed; otherwise utils/extras/o2.py computes the same in plain PyTorch.
+or by hand like imagenet_ddp.py. O2 keeps float16 weights and float32 masters
+of them, scales the loss, and skips a step whose gradients overflow. NVIDIA's
+Apex (25.04 is the last tag with amp) is used if it is installed. Otherwise
+utils/model/o2.py computes the same in plain PyTorch.
 """
 
-from argparse import ArgumentParser, Namespace
 from contextlib import nullcontext
 
-from utils import launch
+from utils.start import launch
 
-launch.prepare()  # before torch is imported, which takes seconds
+launch.prepare(__name__)  # end with the launcher; report a failed import in one line
+
+from utils import options
+from utils.model.options import add_apex
+from utils.start.option_types import Options, Parser
+
+
+def parser() -> Parser:
+    """The command line of this script."""
+    parser = options.build_parser(__doc__, batch="images per step and process (per GPU)")
+    add_apex(parser)
+    launch.add_options(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    options.check(parser())  # before torch is imported, which takes seconds
 
 import torch
 from torch import Tensor, nn
 
-from utils import addons, epoch, loop, models, optim, options
-from utils.extras import apex, o2
-from utils.loaders import build_loaders
-from utils.run_directory import Run
+from utils import epoch, loop
+from utils.data.loaders import build_loaders
+from utils.model import apex, compiling, models, o2, optim
+from utils.run.run_directory import Run
+from utils.run.snapshots import TrainState
 from utils.session import Session
-from utils.snapshots import TrainState
-from utils.world import World, form_buckets, process_group
-
-
-def parser() -> ArgumentParser:
-    """The command line of this script."""
-    parser = options.build_parser(__doc__, batch="images per step and process (per GPU)")
-    apex.add_options(parser)
-    launch.add_options(parser)
-    return parser
+from utils.start.world import World, form_buckets, process_group
 
 
 def main() -> int:
@@ -46,13 +56,13 @@ def main() -> int:
     return launch.run(worker, args)  # in each process of this node
 
 
-def worker(args: Namespace) -> int:
+def worker(args: Options) -> int:
     """One process of the job: join the process group, train, leave it."""
     with process_group(args) as world:  # torch.distributed.init_process_group
         return train(args, world)
 
 
-def train(args: Namespace, world: World) -> int:
+def train(args: Options, world: World) -> int:
     """Build everything from the options and train to the last epoch. Returns the exit code."""
     device = world.device
     torch.manual_seed(args.seed)
@@ -60,13 +70,14 @@ def train(args: Namespace, world: World) -> int:
 
     amp, parallel = apex.amp_and_parallel(args, world)  # from apex import amp, parallel
 
-    # ---- data: the order of images is a function of seed and epoch (utils/samplers.py). Each rank
-    # takes its slice of every global batch of DATA/train. Each image of DATA/val is evaluated once
+    # ---- data: the order of images is a function of seed and epoch (utils/data/samplers.py).
+    # Each rank takes its share of every global batch of DATA/train. Each image of DATA/val is
+    # evaluated once.
     loaders = build_loaders(args, world, dtype=o2.from_args(args).input_dtype)
 
     # ---- model
     model = models.build(args, len(loaders.classes))
-    model = model.to(device, memory_format=args.memory_format)
+    model = model.to(memory_format=args.memory_format).to(device)
     if args.sync_bn:
         model = parallel.convert_syncbn_model(model)
 
@@ -82,16 +93,10 @@ def train(args: Namespace, world: World) -> int:
     )
 
     # ---- distributed data parallelism: replicas start with equal weights and get equal gradients
-    replica = parallel.DistributedDataParallel(
-        model,
-        delay_allreduce=args.delay_allreduce,
-        allreduce_always_fp32=args.allreduce == "fp32",
-        gradient_predivide_factor=float(world.size) if args.allreduce == "divide-sum" else 1.0,
-    )
-
+    replica = parallel.DistributedDataParallel(model)
     form_buckets(replica, world, args)
 
-    forward = addons.compiled(replica, args)  # unchanged without --compile
+    forward = compiling.compiled(replica, args)  # unchanged without --compile
 
     # ---- the training step
     def train_step(
@@ -122,17 +127,17 @@ def train(args: Namespace, world: World) -> int:
 
     # ---- resume, then train and evaluate, epoch by epoch
     run = Run(args, world, mode="apex")
-    state = TrainState(model, optimizer, amp.scaler, {"model": amp.weights})
+    state = TrainState(model, optimizer, amp.scaler, apex_weights=amp.weights)
     session = Session(args, world, run, loaders, state)
-    if (code := loop.measure(session, train_step)) is not None:
-        return code  # --find-batch, --dummy
+    if (code := loop.find_batch(session, train_step)) is not None:
+        return code  # --find-batch
     loop.resume(session)
     if args.evaluate:
         return epoch.evaluate_only(session, predict)
     training = loop.begin(session)
     while loop.has_next_epoch(training):
         trained = epoch.train(training, train_step)
-        evaluated = epoch.evaluate(training, predict, loaders.val)
+        evaluated = epoch.evaluate(training, predict, training.val)
         loop.close_epoch(training, trained, evaluated)  # curves, best model, snapshot
     return loop.end(training, predict)
 

@@ -1,47 +1,59 @@
 #!/usr/bin/env python3
-"""Train an ImageNet classifier with one process per GPU and a shard of the model in each (FSDP2).
+"""Train an ImageNet classifier with a shard of the model in each process (FSDP2).
 
-Start it by hand on every node with its own --rank (one node needs no such option):
+One process per GPU. On one node:
 
-    python imagenet_fsdp.py -a vit_b_32 --dist-url tcp://MASTER_IP:8888 --world-size 2 --rank 0 DATA
+    python imagenet_fsdp.py -a vit_b_32 DATA
     python imagenet_fsdp.py -a vit_b_32 --reshard none DATA
 
-or with torchrun on every node with its own --node_rank:
+On several nodes, start it on each of them with its own rank, by hand:
 
-    torchrun --nnodes=2 --node_rank=0 --nproc_per_node=4 --master_addr=IP --master_port=8888 \\
+    python imagenet_fsdp.py -a vit_b_32 --dist-url tcp://MASTER_IP:8888 \\
+        --nodes 2 --node-rank 0 DATA
+
+or with torchrun:
+
+    torchrun --nnodes=2 --node_rank=0 --nproc_per_node=4 \\
+        --master_addr=IP --master_port=8888 \\
         imagenet_fsdp.py -a vit_b_32 --reshard node DATA
 
-Each process keeps a shard of every weight, gradient and momentum, and trains on its slice of the
-global batch. Weights of a block are gathered just before it computes; its gradients are scattered
-after.
+Each process keeps a shard of every weight, gradient and momentum, and trains
+on its share of the global batch. Weights of a block are gathered just before
+it computes; its gradients are scattered after.
 """
 
-from argparse import ArgumentParser, Namespace
+from utils.start import launch
 
-from utils import launch
+launch.prepare(__name__)  # end with the launcher; report a failed import in one line
 
-launch.prepare()  # before torch is imported, which takes seconds
+from utils import options
+from utils.model.options import add_amp, add_sharding
+from utils.start.option_types import Options, Parser
+
+
+def parser() -> Parser:
+    """The command line of this script."""
+    parser = options.build_parser(__doc__, batch="images per step and process (per GPU)")
+    add_amp(parser)
+    add_sharding(parser)
+    launch.add_options(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    options.check(parser())  # before torch is imported, which takes seconds
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from utils import addons, amp, epoch, loop, models, optim, options
-from utils.extras import fsdp
-from utils.loaders import build_loaders
-from utils.run_directory import Run
+from utils import epoch, loop
+from utils.data.loaders import build_loaders
+from utils.model import amp, compiling, fsdp, models, optim
+from utils.run.run_directory import Run
+from utils.run.snapshots import TrainState
 from utils.session import Session
-from utils.snapshots import TrainState
-from utils.world import World, copy_from_rank0, process_group
-
-
-def parser() -> ArgumentParser:
-    """The command line of this script."""
-    parser = options.build_parser(__doc__, batch="images per step and process (per GPU)")
-    amp.add_options(parser)
-    fsdp.add_options(parser)
-    launch.add_options(parser)
-    return parser
+from utils.start.world import World, copy_from_rank0, process_group
 
 
 def main() -> int:
@@ -49,13 +61,13 @@ def main() -> int:
     return launch.run(worker, args)  # in each process of this node
 
 
-def worker(args: Namespace) -> int:
+def worker(args: Options) -> int:
     """One process of the job: join the process group, train, leave it."""
     with process_group(args) as world:  # torch.distributed.init_process_group
         return train(args, world)
 
 
-def train(args: Namespace, world: World) -> int:
+def train(args: Options, world: World) -> int:
     """Build everything from the options and train to the last epoch. Returns the exit code."""
     device = world.device
     torch.manual_seed(args.seed)
@@ -63,8 +75,9 @@ def train(args: Namespace, world: World) -> int:
 
     amp_dtype = amp.autocast_dtype(args, world)
 
-    # ---- data: the order of images is a function of seed and epoch (utils/samplers.py). Each rank
-    # takes its slice of every global batch of DATA/train. Each image of DATA/val is evaluated once
+    # ---- data: the order of images is a function of seed and epoch (utils/data/samplers.py).
+    # Each rank takes its share of every global batch of DATA/train. Each image of DATA/val is
+    # evaluated once.
     loaders = build_loaders(args, world, dtype=amp_dtype or torch.float32)
 
     # ---- model
@@ -82,13 +95,15 @@ def train(args: Namespace, world: World) -> int:
             reshard_after_forward=False if args.reshard == "none" else None,
             mp_policy=policy,
         )
+    sharded = model
+    assert isinstance(sharded, FSDPModule)  # `fully_shard` has changed its class
 
     # ---- optimiser and mixed precision
     optimizer = optim.build(args, model)
     criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
     scaler = torch.amp.GradScaler(device.type, enabled=amp_dtype is torch.float16)
 
-    forward = addons.compiled(model, args)  # unchanged without --compile
+    forward = compiling.compiled(model, args)  # unchanged without --compile
 
     # ---- the training step
     def train_step(
@@ -101,7 +116,7 @@ def train(args: Namespace, world: World) -> int:
         ``update`` ends the step: the weights change.
         """
         # Only the last micro-batch of a step scatters the gradients.
-        model.set_requires_gradient_sync(update)
+        sharded.set_requires_gradient_sync(update)
         with torch.autocast(device.type, amp_dtype, enabled=amp_dtype is not None):
             logits = forward(images)
             loss = criterion(logits, targets)
@@ -124,15 +139,15 @@ def train(args: Namespace, world: World) -> int:
     run = Run(args, world, mode="fsdp")
     state = TrainState(model, optimizer, scaler)
     session = Session(args, world, run, loaders, state)
-    if (code := loop.measure(session, train_step)) is not None:
-        return code  # --find-batch, --dummy
+    if (code := loop.find_batch(session, train_step)) is not None:
+        return code  # --find-batch
     loop.resume(session)
     if args.evaluate:
         return epoch.evaluate_only(session, predict)
     training = loop.begin(session)
     while loop.has_next_epoch(training):
         trained = epoch.train(training, train_step)
-        evaluated = epoch.evaluate(training, predict, loaders.val)
+        evaluated = epoch.evaluate(training, predict, training.val)
         loop.close_epoch(training, trained, evaluated)  # curves, best model, snapshot
     return loop.end(training, predict)
 

@@ -4,34 +4,42 @@
     python imagenet_nd.py -a resnet50 DATA
     python imagenet_nd.py -a alexnet --lr 0.01 DATA
     python imagenet_nd.py -a resnet50 --resume runs/NAME/snapshot.pt DATA
-    python imagenet_nd.py -a resnet50 --resume runs/NAME/best.pt --evaluate DATA
+    python imagenet_nd.py -a resnet50 --resume runs/NAME/best.pt -e DATA
 
-The other scripts are based on this plain loop. `diff -u imagenet_nd.py imagenet_ddp.py` shows what
-several processes change. It uses the first GPU, or the CPU if there is none.
+The other scripts are based on this plain loop. To see what several processes
+change: `diff -u imagenet_nd.py imagenet_ddp.py`. It uses the first GPU, or the
+CPU if there is none.
 """
 
-from argparse import ArgumentParser, Namespace
+from utils.start import launch
 
-from utils import launch
+launch.prepare(__name__)  # end with the launcher; report a failed import in one line
 
-launch.prepare()  # before torch is imported, which takes seconds
+from utils import options
+from utils.model.options import add_amp
+from utils.start.option_types import Options, Parser
+
+
+def parser() -> Parser:
+    """The command line of this script."""
+    parser = options.build_parser(__doc__, batch="images per step")
+    add_amp(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    options.check(parser())  # before torch is imported, which takes seconds
 
 import torch
 from torch import Tensor, nn
 
-from utils import addons, amp, epoch, loop, models, optim, options
-from utils.loaders import build_loaders
-from utils.run_directory import Run
+from utils import epoch, loop
+from utils.data.loaders import build_loaders
+from utils.model import amp, compiling, models, optim
+from utils.run.run_directory import Run
+from utils.run.snapshots import TrainState
 from utils.session import Session
-from utils.snapshots import TrainState
-from utils.world import World, single_process
-
-
-def parser() -> ArgumentParser:
-    """The command line of this script."""
-    parser = options.build_parser(__doc__, batch="images per step")
-    amp.add_options(parser)
-    return parser
+from utils.start.world import World, single_process
 
 
 def main() -> int:
@@ -39,7 +47,7 @@ def main() -> int:
     return train(args, single_process())
 
 
-def train(args: Namespace, world: World) -> int:
+def train(args: Options, world: World) -> int:
     """Build everything from the options and train to the last epoch. Returns the exit code."""
     device = world.device
     torch.manual_seed(args.seed)
@@ -47,20 +55,21 @@ def train(args: Namespace, world: World) -> int:
 
     amp_dtype = amp.autocast_dtype(args, world)
 
-    # ---- data: the order of images is a function of seed and epoch (utils/samplers.py). Each rank
-    # takes its slice of every global batch of DATA/train. Each image of DATA/val is evaluated once
+    # ---- data: the order of images is a function of seed and epoch (utils/data/samplers.py).
+    # Each rank takes its share of every global batch of DATA/train. Each image of DATA/val is
+    # evaluated once.
     loaders = build_loaders(args, world, dtype=amp_dtype or torch.float32)
 
     # ---- model
     model = models.build(args, len(loaders.classes))
-    model = model.to(device, memory_format=args.memory_format)
+    model = model.to(memory_format=args.memory_format).to(device)
 
     # ---- optimiser and mixed precision
     optimizer = optim.build(args, model)
     criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
     scaler = torch.amp.GradScaler(device.type, enabled=amp_dtype is torch.float16)
 
-    forward = addons.compiled(model, args)  # unchanged without --compile
+    forward = compiling.compiled(model, args)  # unchanged without --compile
 
     # ---- the training step
     def train_step(
@@ -94,15 +103,15 @@ def train(args: Namespace, world: World) -> int:
     run = Run(args, world, mode="nd")
     state = TrainState(model, optimizer, scaler)
     session = Session(args, world, run, loaders, state)
-    if (code := loop.measure(session, train_step)) is not None:
-        return code  # --find-batch, --dummy
+    if (code := loop.find_batch(session, train_step)) is not None:
+        return code  # --find-batch
     loop.resume(session)
     if args.evaluate:
         return epoch.evaluate_only(session, predict)
     training = loop.begin(session)
     while loop.has_next_epoch(training):
         trained = epoch.train(training, train_step)
-        evaluated = epoch.evaluate(training, predict, loaders.val)
+        evaluated = epoch.evaluate(training, predict, training.val)
         loop.close_epoch(training, trained, evaluated)  # curves, best model, snapshot
     return loop.end(training, predict)
 

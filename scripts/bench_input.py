@@ -29,7 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from utils import launch
+from utils.start import launch
 
 launch.prepare()  # before torch is imported, which takes seconds
 
@@ -37,10 +37,12 @@ import numpy as np
 import torch
 from bench import commands, photographs, pipelines, rounds
 
-from utils.errors import UserError
-from utils.folder import Source, class_folders, open_source
-from utils.option_types import count, list_of, number, positive
-from utils.samplers import Batch, epoch_order
+from utils.data.opening import class_folders, open_source
+from utils.data.samplers import Batch, epoch_order
+from utils.data.sources import Source
+from utils.start.cores import usable_cores
+from utils.start.errors import UserError
+from utils.start.option_types import count, list_of, number, positive
 
 BATCH = 64
 IDLE_SECONDS = 0.05
@@ -63,8 +65,8 @@ def main() -> int:
         restart_with_slow_disk(args)
     originals = (args.data or made_images(args)).resolve()
     sets = {"originals": originals}
-    copies = {"shrink": "shrunk to 256", "pack": "packed at 256"}
-    for command, title in ({"shards": "shards"} if args.latency else copies).items():
+    copies = {"shards": "shards"} if args.latency else {"shrink": "shrunk to 256"}
+    for command, title in copies.items():
         sets[title] = args.cache / f"{command}_{zlib.crc32(os.fsencode(originals)):08x}"
         words = [sys.executable, str(ROOT / "scripts/prepare_data.py"), command]
         commands.run([[*words, str(originals), str(sets[title])]], math.inf)
@@ -81,7 +83,7 @@ def main() -> int:
         for name, pipeline in ({"this suite": suite} | peer).items():
             for ms in args.latency:
                 rows[f"{name}, {FORMS[title]}|{ms:g} ms"] = (pipeline, source, ms)
-    print(f"torch {torch.__version__}, {launch.usable_cores()} cores\n", flush=True)
+    print(f"torch {torch.__version__}, {usable_cores()} cores\n", flush=True)
     print(compare(rows, args))
     return 0
 
@@ -152,7 +154,8 @@ def time_it(pipeline: pipelines.Pipeline, batches: list[Batch], workers: int) ->
 
 def compare(rows: dict[str, Row], args: argparse.Namespace) -> str:
     """Time all pipelines on all sets, in rounds. Returns: the table."""
-    batches = dict.fromkeys(rows, args.batches)
+    fewest: int = args.batches
+    batches = dict.fromkeys(rows, fewest)
     turns = dict.fromkeys(rows, 0)
 
     def figures_of(name: str) -> rounds.Figures:
@@ -171,7 +174,7 @@ def compare(rows: dict[str, Row], args: argparse.Namespace) -> str:
     warm = {name: one["wall_s"] for name, (one,) in rounds.measure(rows, 1, figures_of).items()}
     for name, wall in warm.items():
         longer = min(max(next(iter(warm.values())) / wall, 1), MOST)
-        batches[name] = round(args.batches * longer)
+        batches[name] = round(fewest * longer)
     measured = rounds.measure(warm, args.rounds, figures_of)
     first = next(iter(measured.values()))
     if not args.latency:

@@ -8,9 +8,9 @@ Between real machines, run the same command on each, with its own --rank:
     python scripts/bench_network.py --nodes 2 --master 172.31.0.10 --rank 0 -- -a resnet50 -b 64
 
 The first command simulates the nodes with network namespaces on this machine. The kernel limits
-their links to --gbit. Each node runs `imagenet_ddp.py --dummy --comm METHOD` with the options after
---, with one process per GPU (without GPUs, one process). The methods take turns, round by round,
-and the table shows medians:
+their links to --gbit. Each node runs `bench/time_step.py imagenet_ddp --comm METHOD` with the
+options after --, with one process per GPU (without GPUs, one process). The methods take turns,
+round by round, and the table shows medians:
 
 MB sent      bytes that a node sends per step, with headers, counted at its network interface
 efficiency   step time of one node alone, divided by this step time
@@ -24,8 +24,7 @@ real nodes.
 With --sleep the simulated nodes do not compute. They sleep as long as a GPU (a T4 with AMP) takes
 for each layer of the model, and exchange gradients of the same shapes as they become ready. So that
 a few cores suffice, sleeps are --slow-down times longer, tensors are --shrink times smaller, and
-links are slower by both factors. The table is converted back to the real nodes. With smaller
-tensors, PowerSGD sends relatively more.
+links are slower by both factors. The table is converted back to the real nodes.
 """
 
 import argparse
@@ -34,7 +33,6 @@ import itertools
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -42,16 +40,16 @@ from statistics import median
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from utils import launch
+from utils.start import launch
 
 launch.prepare()  # before torch is imported, which takes seconds
 
 from bench import commands, namespaces, rounds
 
-from utils.errors import UserError, exit_with
-from utils.option_types import list_of, number, positive
+from utils.start.errors import UserError, exit_with
+from utils.start.option_types import list_of, number, positive
 
-METHODS = "fp32,fp16,int8,int4,powersgd:4"
+METHODS = "fp32,fp16,int8,int4"
 ALONE = "alone"  # the case with one node
 PORT = 29555
 # compute_s: seconds that one T4 computes per step with AMP, estimated from published images/s:
@@ -129,7 +127,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def methods(text: str) -> list[str]:
     """Parse the value of ``--methods``."""
-    from utils.extras import compress
+    from utils.model import compress
 
     try:
         return [compress.parse(word).name for word in text.split(",")]
@@ -168,22 +166,19 @@ def measure(gbit: float, nodes: int, args: argparse.Namespace) -> dict[str, list
             count, comm = (1, "fp32") if method == ALONE else (nodes, method)
             if args.rank and method == ALONE:
                 return {}
-            with tempfile.TemporaryDirectory() as out:
-                words = [str(ROOT / "imagenet_ddp.py"), "--dummy", "--comm", comm]
-                words += ["--world-size", str(count), "--rank", "{rank}", "--dist-url", url]
-                words += [*args.options, "--output-dir", f"{out}/{{rank}}", "--name", "case"]
-                run(words, count)
-                summary = Path(f"{out}/0/case/summary.json")
-                return {} if args.rank else json.loads(summary.read_text())
+            words = [str(ROOT / "scripts/bench/time_step.py"), "imagenet_ddp", "--comm", comm]
+            words += ["--nodes", str(count), "--node-rank", "{rank}", "--dist-url", url]
+            printed = run([*words, *args.options], count)
+            return {} if args.rank else json.loads(printed.splitlines()[-1])
 
         return rounds.measure([ALONE, *args.methods], args.rounds, figures_of, strict=True)
 
 
 def recommend(measured: dict[str, list[rounds.Figures]]) -> str:
     """Name the option to use, and the time that it saves."""
-    from utils.extras import compress
+    from utils.model import compress
 
-    names = sorted(measured, key=compress.exactness, reverse=True)
+    names = [name for name in compress.METHODS if name in measured]  # the most exact one first
     times = {name: median(one["ms_per_step"] for one in measured[name]) for name in names}
     best = compress.most_exact(times)
     text = f"use --comm {best}, {times[best]:.0f} ms per step"

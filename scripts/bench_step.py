@@ -38,19 +38,21 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from utils import launch
+from utils.start import launch, signals
 
 launch.prepare()  # before torch is imported, which takes seconds
 
 from bench import commands, rounds
 
-from utils.errors import INTERRUPTED, UserError, exit_with
-from utils.extras.gpu_check import check_gpus
-from utils.folder import SUFFIXES
-from utils.option_types import count, positive
+from utils.data.sources import SUFFIXES
+from utils.start.cores import usable_cores
+from utils.start.errors import INTERRUPTED, UserError, exit_with
+from utils.start.gpu_check import check_gpus
+from utils.start.option_types import count, positive
 
 SCRIPTS = {name: f"imagenet_{name}.py" for name in ("nd", "dp", "ddp", "fsdp")}
 SCRIPTS |= dict.fromkeys(("O0", "O1", "O2", "O3"), "imagenet_ddp_apex.py")
+TIME_STEP = "scripts/bench/time_step.py"
 PEERS = dict.fromkeys(("examples", "torchvision"), "scripts/bench/peer_loops.py")
 ADDITIONS = {word: ["--amp", word] for word in ("off", "fp16", "bf16")}
 ADDITIONS |= {"channels_last": ["--channels-last"], "compile": ["--compile", "default"]}
@@ -66,7 +68,8 @@ COLUMNS = {
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the case, too
+    ends = (signal.SIGTERM, signal.SIGHUP)
+    signals.handle(lambda number, _: sys.exit(128 + number), ends)  # the case, too
     check_gpus()
     print(page(measure(args), args))
     return 0
@@ -85,7 +88,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--cases", type=lambda x: x.split(","), default=cases, metavar="LIST", help=text)
     add("--rounds", type=positive, default=3, metavar="N", help="runs of each case (%(default)s)")
     text = "threads per process (%(default)s)"
-    add("--threads", type=positive, default=launch.usable_cores(), help=text)
+    add("--threads", type=positive, default=usable_cores(), help=text)
     text = "time limit of a run; a case that takes longer is left out (%(default)s)"
     add("--limit", type=positive, default=1800, metavar="SECONDS", help=text)
     add = parser.add_argument_group("from image files").add_argument
@@ -123,9 +126,10 @@ def command(case: str, args: argparse.Namespace, out: Path, data: Path | None = 
     if kind in PEERS:
         options = [PEERS[kind], kind, *options, *(["--data", str(data)] if data else [])]
     else:
-        options = [SCRIPTS[kind], *options, "--lr", "0.001"]
-        options += ["--output-dir", str(out), "--name", "case"]
-        options += ["--epochs", "1", str(data)] if data else ["--dummy"]
+        start = [SCRIPTS[kind]] if data else [TIME_STEP, SCRIPTS[kind].removesuffix(".py")]
+        options = [*start, *options, "--lr", "0.001"]
+        if data:
+            options += ["--output-dir", str(out), "--name", "case", "--epochs", "1", str(data)]
     run = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     return [sys.executable, *(run if processes else ()), str(ROOT / options[0]), *options[1:]]
 
@@ -154,10 +158,7 @@ def measure(args: argparse.Namespace) -> dict[str, list[rounds.Figures]]:
         def figures_of(case: str) -> rounds.Figures:
             if args.data:
                 return difference(case, peers, args, few_and_more, runs)
-            shutil.rmtree(runs, ignore_errors=True)
-            printed, summary = run(command(case, args, runs), args), runs / "case/summary.json"
-            text = summary.read_text() if summary.exists() else printed.splitlines()[-1]
-            one = json.loads(text)
+            one = json.loads(run(command(case, args, runs), args).splitlines()[-1])
             one["peak_gib"] = one["peak_memory_bytes"] / 2**30
             return one | {"cpu_ms_per_image": one["cpu_ms_per_step"] / args.batch_size}
 

@@ -8,7 +8,7 @@ Nodes with this library read image files faster (RESULTS.md, "The input path"). 
 change, so some nodes may have it and others not. quickstart.sh and the other wrappers run this
 command.
 
-The library is one small C file, utils/extras/region_decode.c. It needs a C compiler and the header
+The library is one small C file, utils/data/region_decode.c. It needs a C compiler and the header
 of libjpeg-turbo. Debian and Ubuntu: `apt install gcc libc6-dev libjpeg-dev`. Amazon Linux and
 Fedora: `dnf install gcc libjpeg-turbo-devel`. This command installs the library only if it decodes
 the same pixels as torchvision, which decodes whole images.
@@ -28,12 +28,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from utils import launch
+from utils.start import launch
 
 launch.prepare()  # before torch is imported, which takes seconds
 
-from utils.errors import UserError, report, tolerate_broken_pipe
-from utils.extras import region_decode
+from utils.data import region_decode
+from utils.start.errors import UserError, report, tolerate_broken_pipe
 
 FLAGS = ("-std=c99", "-O2", "-shared", "-fPIC")
 PACKAGES = "apt install gcc libc6-dev libjpeg-dev, or dnf install gcc libjpeg-turbo-devel"
@@ -99,7 +99,7 @@ def compare(library: Path) -> int:
     import torch
     from PIL import Image
 
-    from utils import images
+    from utils.data import images
 
     draw, crops = random.Random(0), 0
     for sampling, (wide, high) in itertools.product(SAMPLINGS, SIZES):

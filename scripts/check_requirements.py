@@ -7,7 +7,10 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from packaging.requirements import Requirement
+try:
+    from packaging.requirements import Requirement
+except ImportError:
+    sys.exit("it lacks the packages of requirements.txt")
 
 
 def missing(path: Path) -> list[str]:
@@ -27,4 +30,4 @@ def missing(path: Path) -> list[str]:
 if __name__ == "__main__":
     unmet = [text for name in sys.argv[1:] for text in missing(Path(name))]
     if unmet:
-        sys.exit("missing here: " + ", ".join(unmet))
+        sys.exit("it lacks " + ", ".join(unmet))

@@ -13,20 +13,22 @@ beside the first RUN, or inside RUN if that is a folder of runs.
 import argparse
 import os
 import shlex
+import shutil
 import sys
+import textwrap
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from utils import launch
+from utils.start import launch
 
 launch.prepare()  # before torch is imported, which takes seconds
 
-from compare import page, pictures, runs, table
-from compare.comparison import Comparison, origin
+from compare import page, palette, pictures, runs, table
+from compare.comparison import MANY, Comparison, origin
 
-from utils.errors import UserError, exit_with
-from utils.option_types import accuracy, number, positive
+from utils.start.errors import UserError, exit_with
+from utils.start.option_types import accuracy, number, positive
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -74,31 +76,31 @@ def compare(args: argparse.Namespace) -> Comparison:
     Raises: `UserError`.
     """
     named = {run.path.resolve(): run for path in args.runs for run in runs.find(path)}
-    filled = [run for run in named.values() if run.epochs is not None]
+    with_epochs = [run for run in named.values() if run.epochs is not None]
     left_out = [
         "; ".join([f"{run.path} is left out: it has no finished epoch, or other tags", *run.notes])
         for run in named.values()
         if run.epochs is None
     ]
-    if not filled:
+    if not with_epochs:
         raise UserError("; ".join(left_out))
     for option, values in (("labels", args.labels), ("numbers of GPUs", args.gpus)):
-        if values and len(values) != len(filled):
-            names = ", ".join(run.folder.name for run in filled)
+        if values and len(values) != len(with_epochs):
+            names = ", ".join(run.folder.name for run in with_epochs)
             raise UserError(
-                f"{len(values)} {option} for {len(filled)} runs ({names}); give one per run"
+                f"{len(values)} {option} for {len(with_epochs)} runs ({names}); give one per run"
             )
-    for run, gpus in zip(filled, args.gpus or (), strict=False):
+    for run, gpus in zip(with_epochs, args.gpus or (), strict=False):
         run.facts["gpus"] = gpus
-    for run in filled:
+    for run in with_epochs:
         if args.train_images and (batch := run.facts.get("global_batch")):
             run.facts.setdefault("steps_per_epoch", -(-args.train_images // int(batch)))
-    runs.name_runs(filled)
-    for run, label in zip(filled, args.labels or (), strict=False):
+    runs.name_runs(with_epochs)
+    for run, label in zip(with_epochs, args.labels or (), strict=False):
         run.label = label
-    if len({run.label for run in filled}) < len(filled):
+    if len({run.label for run in with_epochs}) < len(with_epochs):
         raise UserError("each run needs a label of its own: change --labels")
-    comparison = Comparison(filled, args.within, args.target_top1, args.price)
+    comparison = Comparison(with_epochs, args.within, args.target_top1, args.price)
     comparison.notes += left_out
     return comparison
 
@@ -117,21 +119,35 @@ def main(argv: list[str] | None = None) -> int:
     args, command = parse(argv), shlex.join(["python", "scripts/compare_runs.py", *argv])
     comparison, out = compare(args), args.out or beside(args.runs[0])
     notes = [f"- {note}" for note in comparison.notes]
-    print(*comparison.sentences, "", comparison.as_text(), "", *notes, sep="\n")
-    title = args.title or f"Comparison: {', '.join(run.label for run in comparison.runs)}"
+    width = shutil.get_terminal_size((100, 24)).columns if sys.stdout.isatty() else 100
+    wrapped = [textwrap.fill(text, width, break_long_words=False) for text in comparison.sentences]
+    notes = [textwrap.fill(text, width, subsequent_indent="  ") for text in notes]
+    print(*wrapped, "", comparison.as_text(width), "", *notes, sep="\n")
+    page.library()  # fail now, not after the pictures
+    labels = ", ".join(run.label for run in comparison.runs)
+    number = len(comparison.runs)
+    title = args.title or (
+        f"Comparison of {number} runs"
+        if number > MANY or len(labels) > 60
+        else f"Comparison: {labels}"
+    )
     drawn = pictures.draw(comparison, out, args.prefix, formats=args.formats)
     html = page.render(
         Path(page.__file__).with_name("page.html"),
         title=title,
         command=command,
         comparison=comparison,
-        charts=pictures.charts(comparison),
+        drawings=pictures.drawings(comparison),
+        looks=palette.styles([run.label for run in comparison.shown]),
+        is_long=number > MANY,
         origins={run.label: origin(run) for run in comparison.runs},
     )
     texts = {"md": comparison.as_markdown() + "\n", "csv": comparison.as_csv(), "html": html}
     for kind, text in texts.items():
         (out / f"{args.prefix}compare.{kind}").write_text(text, encoding="utf-8")
     print(f"\nin {out}: {args.prefix}compare.md, .csv, .html, and {len(drawn)} pictures")
+    if "overlay" in drawn:
+        print(f"one picture of all: {drawn['overlay']}")
     if args.results:
         chosen = [drawn[name] for name in ("top1_val", "training_throughput") if name in drawn]
         section = comparison.section(args.results, title, command, chosen)

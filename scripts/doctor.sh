@@ -1,4 +1,7 @@
 #!/usr/bin/env bash
 # Check this machine, or all nodes over ssh, before training on them; see --help.
+[[ $- == *p* ]] || exec "$BASH" -p "$0" "$@" # without functions that the caller exports
 set -euo pipefail
-exec "${PYTHON:-python3}" "$(dirname "$0")/doctor.py" "$@"
+source "$(dirname "$0")/environment.sh"
+find_python
+exec "$PYTHON" "$root/scripts/doctor.py" "$@"

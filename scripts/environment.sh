@@ -1,5 +1,11 @@
 # Sourced by the other scripts: --help, errors, and the Python environment.
 
+# Variables that users export for their own shells and programs. They would change what `cd`, grep,
+# Python and pip do here. (The scripts run `bash -p`, which ignores exported functions and options.)
+unset CDPATH POSIXLY_CORRECT GREP_OPTIONS GREP_COLOR PYTHONHOME PYTHONSAFEPATH PYTHONINSPECT
+unset PIP_USER PIP_TARGET PIP_PREFIX PIP_ROOT shell
+export -n SHELLOPTS BASHOPTS # `set -e` is meant for these scripts, not for what they start
+
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 # show_help "$@": with --help, print the comment at the head of the script and exit.
@@ -18,6 +24,27 @@ fail() {
 # ($shell, or else $$) ends.
 gpus_of() { cd "$root" && IMAGENET_LAUNCHER=${shell:-$$} exec "$1" scripts/choose_torch.py "$2"; }
 
+# pythons: print the Pythons to choose from, in order. PYTHON=/path/to/python is then the only one.
+pythons() {
+    [ -z "${PYTHON:-}" ] || { echo "$PYTHON" && return; }
+    [ -z "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] || ! type -P python || return 0
+    type -P python3 python || true
+}
+
+# find_python: set $PYTHON to the first of `pythons`, then .venv's, that has all packages. If none
+# has them, take the first one. This installs nothing.
+find_python() {
+    local python listed
+    mapfile -t listed < <(pythons)
+    for python in "${listed[@]}" "$root/.venv/bin/python"; do
+        if "$python" "$root/scripts/check_requirements.py" "$root/requirements.txt" 2>/dev/null; then
+            PYTHON=$python
+            return
+        fi
+    done
+    PYTHON=${listed[0]:-${PYTHON:-python3}}
+}
+
 # use_environment [REQUIREMENTS_FILE ...]: choose $PYTHON, installing and building what is missing.
 use_environment() {
     choose_python "$@"
@@ -25,25 +52,29 @@ use_environment() {
     IMAGENET_LAUNCHER=$BASHPID "$PYTHON" "$root/scripts/build_region_decode.py" --if-missing
 }
 
-# choose_python [REQUIREMENTS_FILE ...]: choose $PYTHON, installing what is missing. This is the
-# active environment if it has everything and its torch can use the GPUs. Otherwise it is .venv,
-# with the tested versions whose torch fits the GPUs' driver. PYTHON=... (default: python3) creates
-# .venv on first use, and again when versions or driver have changed. With TORCH=oldest it is
-# .venv-oldest, with the oldest torch.
+# choose_python [REQUIREMENTS_FILE ...]: choose $PYTHON, installing what is missing. It is the first
+# of `pythons` that has everything and whose torch can use the GPUs. Otherwise it is .venv, with the
+# tested versions whose torch fits the GPUs' driver; the first of `pythons` creates it on first use,
+# and fills it again when versions or driver have changed. With TORCH=oldest it is .venv-oldest,
+# with the oldest torch.
 choose_python() {
-    local files=("$root/requirements.txt" "$@") venv=$root/.venv base=${PYTHON:-python3} why
+    local files=("$root/requirements.txt" "$@") venv=$root/.venv base= python why listed chosen
     local shell=$BASHPID
-    if [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] && [ "${TORCH:-}" != oldest ] &&
-        python "$root/scripts/check_requirements.py" "${files[@]}" 2>/dev/null; then
-        if why=$(gpus_of python check 2>&1 >/dev/null); then
-            PYTHON=$(command -v python)
+    mapfile -t listed < <(pythons)
+    for python in "${listed[@]}"; do
+        "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || continue
+        base=${base:-$python}
+        [ "${TORCH:-}" != oldest ] || break
+        if why=$("$python" "$root/scripts/check_requirements.py" "${files[@]}" 2>&1) &&
+            why=$(gpus_of "$python" check 2>&1 >/dev/null); then
+            PYTHON=$python
+            echo "Python: $PYTHON, which has all packages"
             return
         fi
-        echo "The active environment is not used: ${why#error: }"
-    fi
-    "$base" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
-        fail "Python 3.10 or newer is needed: set PYTHON=/path/to/python"
-    local chosen
+        # Nobody expects packages in the system's own Python.
+        [[ $python != "${listed[0]}" || $python == /usr/bin/* ]] || echo "$python is not used: ${why#error: }"
+    done
+    [ -n "$base" ] || fail "Python 3.10 or newer is needed: set PYTHON=/path/to/python"
     if [ "${TORCH:-}" = oldest ]; then
         venv=$root/.venv-oldest
         chosen=$'constraints-cuda12.txt\nTORCH=oldest'
@@ -54,19 +85,30 @@ choose_python() {
     versions="$(cat "$constraints" "$root/scripts/constraints-packages.txt" | cksum):"
     required="$versions $(cat "${files[@]}" | cksum)"
     PYTHON=$venv/bin/python
-    ! grep -qsxF "$required" "$stamp" || return 0
+    if grep -qsxF "$required" "$stamp"; then
+        echo "Python: $PYTHON, which has all packages"
+        return
+    fi
     echo "Installing the versions of ${constraints#"$root/"} (${chosen#*$'\n'}) into $venv" \
-        "(torch with CUDA: about 5.5 GB, one to several minutes) ..."
+        "(torch with CUDA: about 5.5 GB, one to several minutes)."
+    echo "PYTHON=/path/to/python uses an environment of your own instead; it needs the packages of" \
+        "requirements.txt."
+    if [ -t 0 ] && [ -t 2 ]; then
+        read -r -p "Press Enter to install, or Ctrl-C to stop: " || fail "nothing was installed"
+    fi
     # Remove the stamp first: after an interruption it would name versions that are not installed.
     grep -qsF "$versions" "$stamp" || rm -f "$stamp"
     "$base" -m venv "$venv" || fail "$base cannot make a virtual environment (on Debian and" \
         "Ubuntu: apt install python3-venv)"
-    local arguments=() output
+    local arguments=() errors
     for file in "${files[@]}"; do arguments+=(-r "$file"); done
-    if ! output=$("$PYTHON" -m pip install -qq --disable-pip-version-check -c "$constraints" \
-        "${arguments[@]}" 2>&1); then
-        echo "$output" >&2
-        [[ $output != @(*"No matching distribution"*|*ResolutionImpossible*) ]] ||
+    # Descriptor 3: pip's progress goes to the terminal; its errors are shown and kept.
+    if ! { errors=$(set -o pipefail && "$PYTHON" -m pip install --disable-pip-version-check -c "$constraints" \
+        "${arguments[@]}" 2>&1 >&3 3>&- | while IFS= read -r line || [ -n "$line" ]; do
+            printf '%s\n' "$line" >&2 # at once, and before our own last line
+            printf '%s\n' "$line"
+        done); } 3>&1; then
+        [[ $errors != @(*"No matching distribution"*|*ResolutionImpossible*) ]] ||
             fail "pip finds no fitting versions for $("$PYTHON" -V): is there internet? 3.10 to" \
                 "3.14 have all of them; remove $venv and name another Python with PYTHON=..."
         fail "the installation did not finish; run this again to continue"

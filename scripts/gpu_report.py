@@ -14,17 +14,18 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from utils import launch
+from utils.start import launch, signals
 
 launch.prepare()  # before torch is imported, which takes seconds
 
 import torch
 from bench import commands, photographs
 
-from utils.errors import INTERRUPTED, UserError, exit_with
-from utils.extras import comparison
-from utils.extras.gpu_check import check_gpus
-from utils.option_types import number
+from utils import comparison
+from utils.start.cores import usable_cores
+from utils.start.errors import INTERRUPTED, UserError, exit_with
+from utils.start.gpu_check import check_gpus
+from utils.start.option_types import number
 
 
 class Part(NamedTuple):
@@ -65,7 +66,7 @@ PARTS = [
     Part("Input", "scripts/bench_input.py {input} --rounds 2 --batches 8", 240,
          few="--batches 2 --images 200"),
     Part("Reading and training", f"scripts/bench_step.py {READ}", 300, few=FEW, needs="sample"),
-    Part("All GPUs", "imagenet_ddp.py {model} --dummy", 60, gpus=2),
+    Part("All GPUs", "scripts/bench/time_step.py imagenet_ddp {model}", 60, gpus=2),
 ]  # fmt: skip
 
 
@@ -103,7 +104,7 @@ def section(part: Part, deadline: float, names: dict[str, str], small: bool) -> 
             left_out += f"Left out: {error}.\n\n".replace(sys.executable, "python")
             continue
         text = text.strip()
-        if "scripts/bench" not in words[0]:  # benches print Markdown
+        if "scripts/bench_" not in words[0]:  # benches print Markdown
             text = f"```\n{text}\n```"
         return f"{left_out}`python {' '.join(words)}` ({time.monotonic() - began:.0f} s)\n\n{text}"
     return left_out.strip()
@@ -129,7 +130,7 @@ def main() -> int:
         "out": str(out),
         "gpus": str(gpus),
         "input": "" if photographs.find() else "{out}/sample",
-        "workers": str(launch.usable_cores()),
+        "workers": str(usable_cores()),
     }
     text = f"# GPU report\n\n{date.today():%d %B %Y}, `bash scripts/gpu_report.sh`\n"
     text += "\n**This was a test on the CPU: the figures mean nothing.**\n" if small else ""
@@ -150,5 +151,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and end the command
+    ends = (signal.SIGTERM, signal.SIGHUP)
+    signals.handle(lambda number, _: sys.exit(128 + number), ends)  # and end the command
     exit_with(main)

@@ -10,6 +10,7 @@
 # the report itself, with little work and without a GPU.
 #
 # Exit code: 0 all parts that ran succeeded, 1 some failed, 2 there is no usable GPU.
+[[ $- == *p* ]] || exec "$BASH" -p "$0" "$@" # without functions that the caller exports
 set -euo pipefail
 source "$(dirname "$0")/environment.sh"
 show_help "$@"

@@ -47,8 +47,9 @@ option() {
 # log_to FILE: write a copy of all further output to FILE.
 log_to() {
     mkdir -p "$(dirname "$1")" || fail "cannot write the log $1"
-    # tee must survive Ctrl-C (-i) and the end of the reader (-p) until training has ended.
-    exec > >(exec tee -i -p -a "$1") 2> >(exec tee -i -p -a "$1" >&2)
+    # tee must survive Ctrl-C (-i), the end of the reader (-p) and that of the terminal (HUP) until
+    # training has ended.
+    exec > >(trap '' HUP && exec tee -i -p -a "$1") 2> >(trap '' HUP && exec tee -i -p -a "$1" >&2)
 }
 
 # launch HOURS NAME BATCH_SIZE [-- TRAINING OPTION ...]: replace this shell by the training.
@@ -65,15 +66,26 @@ launch() {
     [ $# -eq 0 ] || shift
     need_number TRAIN_HOURS "$hours" '([0-9]+\.?[0-9]*|\.[0-9]+)' "a number such as 1.5"
     need_number BATCH_SIZE "$batch" '[1-9][0-9]*' "a whole number, at least 1"
-    need_number NPROC "${NPROC:-1}" '[1-9][0-9]*' "a whole number, at least 1"
+    need_number NPROC "${NPROC:-1}" '[1-9][0-9]{0,5}' "a whole number, at least 1"
     [ -f "$root/$script" ] || fail "SCRIPT=$script does not exist in $root"
     use_environment
-    (use_python -c 'import sys; from utils.option_types import run_name
+    (use_python -c 'import sys; from utils.start.option_types import run_name
 try: run_name(sys.argv[1])
 except Exception as error: sys.exit(f"error: {error}")' "$name") || exit 2
 
+    local machine most cores
+    machine=$(gpus_of "$PYTHON" check) || exit
+    read -r processes most cores <<<"$machine"
+    processes=${NPROC:-$processes}
+    [ "$processes" -le "$most" ] ||
+        fail "NPROC is $processes: it must be at most $most on this machine"
+
     # The same command, run again, resumes from the last snapshot.
     local training=("$root/$script" -b "$batch" --train-time "$hours" --name "$name" --resume auto)
+    # Only the hours end the training, and the learning rate does not depend on the speed of this
+    # machine, unless options say otherwise.
+    [ -n "$(option --epochs '' "$@")$(option --recipe '' "$@")" ] ||
+        training+=(--epochs 100000 --lr-schedule constant)
     training+=(${ARCH:+-a "$ARCH"} "$@" ${DATA:+"$DATA"})
     export IMAGENET_SUITE=launcher:$name # scripts/cleanup.sh recognises it
     log_to "$(option --output-dir runs "$@")/$name/$log"
@@ -82,17 +94,16 @@ except Exception as error: sys.exit(f"error: {error}")' "$name") || exit 2
         exec "$PYTHON" "${training[@]}"
     fi
 
-    processes=${NPROC:-$(gpus_of "$PYTHON" check)} || exit
     if [ ${#preflight[@]} -gt 0 ]; then
         seconds=$(option --dist-timeout 300 "$@")
-        preflight=(-m utils.extras.preflight "${preflight[@]}" "$processes" "$MASTER_ADDR:$MASTER_PORT")
+        preflight=(-m utils.start.preflight "${preflight[@]}" "$processes" "$MASTER_ADDR:$MASTER_PORT")
         echo "+ (cd $root && $PYTHON ${preflight[*]} $seconds)"
         (use_python "${preflight[@]}" "$seconds") || exit
     fi
     [ ${#torchrun[@]} -gt 0 ] || torchrun=(--nnodes=1 --node_rank=0 --master_addr=127.0.0.1
-        "--master_port=$(use_python -c 'from utils import launch; print(launch.free_port())')")
+        "--master_port=$(use_python -c 'from utils.start import addresses; print(addresses.free_port())')")
     # torchrun's default is one thread. Threads that spin at barriers slow down loader workers.
-    local threads=$(($(nproc) / processes))
+    local threads=$((cores / processes))
     variables+=("OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 1 ? threads : 1))}")
     variables+=("OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}")
     export "${variables[@]}"

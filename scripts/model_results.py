@@ -20,25 +20,39 @@ import sys
 import tempfile
 from argparse import ArgumentParser
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from utils import launch
+from utils.start import launch
 
 launch.prepare()  # before torch is imported, which takes seconds
 
 from compare import page
-from results import export, figures, predictions
+from results import class_names, export, figures, predictions
 from results.predictions import Best, Predictions
 
 import imagenet_ddp
-from utils import amp, options
-from utils.errors import UserError, printable
-from utils.option_types import Formatter, Parser, count, positive
-from utils.run_directory import OPTIONS, Console
-from utils.snapshots import BEST
-from utils.world import World, process_group
+from utils import options
+from utils.data.opening import has_part
+from utils.data.options import CORES
+from utils.model.options import add_amp
+from utils.run.console import Console
+from utils.run.run_directory import OPTIONS
+from utils.run.snapshots import BEST
+from utils.start.errors import UserError, printable
+from utils.start.option_types import Formatter, Options, Parser, count, positive
+from utils.start.world import World, process_group
+
+
+class ResultOptions(Options):
+    """Those of the evaluation and of this command."""
+
+    best: list[Path]  # files of the models
+    evaluates: bool  # whether there are images to evaluate on
+    images: list[Path]
+    real: Path | None
+    all_classes: bool
+    out: Path  # folder for the files
 
 
 def parser() -> ArgumentParser:
@@ -61,9 +75,9 @@ def parser() -> ArgumentParser:
     add("--onnx", action="store_true", help="with --export: also model.onnx")
     add("-b", "--batch-size", type=positive, default=64, metavar="N", help="images per process")
     text = "data loading workers of this node"
-    add("-j", "--workers", type=count, default=options.CORES, metavar="N", help=text)
+    add("-j", "--workers", type=count, default=CORES, metavar="N", help=text)
     add("--max-bad-files", type=count, default=100, metavar="N", help="unreadable images to allow")
-    amp.add_options(parser)
+    add_amp(parser)
     launch.add_options(parser)
     return parser
 
@@ -94,12 +108,15 @@ def main() -> int:
     data = rest[0] if rest else recorded_data(best[0])
     evaluates = bool(rest) or data.is_dir() or not own.images
     data = data if evaluates else out  # a folder that exists
+    if evaluates and own.part == "val" and has_part(data / "test"):
+        print("note: DATA/val has chosen the best epoch; --part test evaluates on other images")
     # The options with which imagenet_ddp.py would evaluate, and this command's own options.
     words = ["-a", best[0].arch, "-e", "--resume", str(best[0].path), str(data)]
     mine = {name: value for name, value in vars(own).items() if name != "resume"}
     mine |= {"data": str(data), "out": out, "evaluates": evaluates}
     mine["best"] = [one.path for one in best]
-    return launch.run(worker, options.parse(imagenet_ddp.parser(), words).replaced(**mine))
+    evaluation = options.parse(imagenet_ddp.parser(), words)
+    return launch.run(worker, ResultOptions(**vars(evaluation) | mine))
 
 
 def unwritable(out: Path, error: OSError) -> UserError:
@@ -117,7 +134,7 @@ def recorded_data(best: Best) -> Path:
         raise UserError(text, on_every_rank=True) from None
 
 
-def worker(args: options.Options) -> int:
+def worker(args: ResultOptions) -> int:
     """One process of the job: predict its share; rank 0 writes the page."""
     with process_group(args) as world:
         Console(None, world)  # shows warnings, such as unreadable images
@@ -126,7 +143,7 @@ def worker(args: options.Options) -> int:
         for one in best if args.evaluates else []:
             size = one.preprocessing.image_size
             own = args.replaced(preprocessing=one.preprocessing, image_size=size)
-            results.append(predictions.predict(one, own, world))
+            results.append(predictions.predict(one, own, world, args.all_classes))
         if world.is_main:
             try:
                 write(args, best, results, world)
@@ -135,24 +152,25 @@ def worker(args: options.Options) -> int:
     return 0
 
 
-def write(args: Any, best: list[Best], results: list[Predictions], world: World) -> None:
+def write(args: ResultOptions, best: list[Best], results: list[Predictions], world: World) -> None:
     """Print the results, and write page and predictions. Raises: `UserError`, OSError."""
     labels = [one.path.parent.name if one.path.name == BEST else one.path.name for one in best]
     if len(set(labels)) < len(labels):
         labels = [str(one.path.parent) for one in best]
     labels = list(map(printable, labels))
     part = re.sub(r"[^\w.-]", "_", results[0].root.resolve().name)[:100] if results else "images"
+    names = class_names.find(best[0].classes, Path(args.data))
     shown, runs = [], []
     for model, label in zip(best, labels, strict=True) if args.images else ():
         for one in predictions.of_files(model, args.images, world):
             shown.append({"label": label if len(best) > 1 else "", **one})
-            likely = [f"{name} {100 * p:.1f} %" for name, p in one.get("ranked", ())]
+            likely = [f"{names[name]} {100 * p:.1f} %" for name, p in one.get("ranked", ())]
             text = ", ".join(likely) or f"cannot be read: {one['error']}"
             name = f"{one['path']} ({label})" if len(best) > 1 else one["path"]
             print(printable(f"{name}: {text}"))
     for number, (one, label) in enumerate(zip(results, labels, strict=False), 1):
         csv = args.out / f"predictions_{part}{f'_{number}' if len(results) == 2 else ''}.csv"
-        predictions.write_csv(one, csv)
+        predictions.write_csv(one, csv, names)
         summary, (error, curve) = figures.summary(one), figures.calibration(one)
         if args.real:
             summary["ReaL (%)"] = figures.real_accuracy(one, args.real)
@@ -162,21 +180,23 @@ def write(args: Any, best: list[Best], results: list[Predictions], world: World)
         print(f"{label}: {len(one.paths)} images", *estimates, sep="  ")
         print(f"{label}: expected calibration error {error:.2f} %; {csv}")
     file = args.out / f"results_{part}{'_2_runs' if len(best) == 2 else ''}.html"
-    lines = [(run["label"], run["curve"]) for run in runs] + [("perfect", [(0, 0), (100, 100)])]
-    axes = ("Reliability", "accuracy, %", "% confidence")
     html = page.render(
         Path(figures.__file__).with_name("results.html"),
         title=f"Results of {' and '.join(labels) if results else 'a model'}",
         runs=runs,
         predicted=shown,
-        chart=page.Chart(*axes, lines, zero=True, plain=["perfect"]),
+        drawing=figures.reliability({run["label"]: run["curve"] for run in runs}),
+        models=[figures.about(one) for one in best],
         changes=figures.changes(*results) if len(results) == 2 else None,
         figures=figures,
+        name_of=names.get,
         all_classes=args.all_classes,
         command=printable(shlex.join(["python", "scripts/model_results.py", *sys.argv[1:]])),
     )
     file.write_text(html, encoding="utf-8")
     print(f"page: {file}")
+    if unreadable := sum("error" in one for one in shown):
+        raise UserError(f"{unreadable} of {len(shown)} images cannot be read: see above", True)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,13 @@
 #
 #   bash scripts/one_node_train.sh TRAIN_HOURS SAVE_NAME BATCH_SIZE [-- TRAINING OPTIONS]
 #
-#   TRAIN_HOURS  stop with a snapshot after this many hours of training, such as 3.0
+#   TRAIN_HOURS  stop with a snapshot after this many hours of training, such as 3.0. Epochs are then
+#                unlimited and the learning rate constant, unless --epochs or --recipe is given
 #   SAVE_NAME    name of the run, in runs/SAVE_NAME; an existing run is resumed
 #   BATCH_SIZE   images per step and process (per GPU)
 #
 # In the environment: DATA, ARCH, SCRIPT, NPROC; see scripts/launch.sh.
+[[ $- == *p* ]] || exec "$BASH" -p "$0" "$@" # without functions that the caller exports
 set -euo pipefail
 source "$(dirname "$0")/launch.sh"
 show_help "$@"

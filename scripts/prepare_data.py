@@ -5,8 +5,8 @@
     python scripts/prepare_data.py imagenet data/imagenet --source ~/Downloads
     python scripts/prepare_data.py shards data/imagenet /nfs/imagenet
 
-Three commands copy a data set: `shards` into a few large files, `shrink` with smaller images, and
-`pack` with decoded images. If a command is interrupted, run it again: it finishes the work.
+Two commands copy a data set: `shards` into a few large files, and `shrink` with smaller images. If
+a command is interrupted, run it again: it finishes the work.
 """
 
 import argparse
@@ -19,19 +19,19 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from utils import launch
+from utils.start import launch
 
 launch.prepare()  # before torch is imported, which takes seconds
 
 from prepare import parquet, shards, shrink, sources
-from prepare.pack import verify, write_pack
 from prepare.reading import check_apart, open_images
 from prepare.split import split_folder
 from prepare.writing import AGAIN, BATCH, SPLITS, fill
 
-from utils.errors import UserError, report, tolerate_broken_pipe
-from utils.extras import devkit, layouts, pack
-from utils.option_types import Formatter, Parser, number, positive, seed
+from utils.data import devkit, layouts
+from utils.start.cores import usable_cores
+from utils.start.errors import UserError, report, tolerate_broken_pipe
+from utils.start.option_types import Formatter, Parser, number, positive, seed
 
 
 def fill_from_source(args: argparse.Namespace) -> None:
@@ -48,21 +48,17 @@ def fill_from_source(args: argparse.Namespace) -> None:
 
 
 def copy(args: argparse.Namespace) -> None:
-    """Run `shards`, `shrink` or `pack`: copy a data set."""
+    """Run `shards` or `shrink`: copy a data set."""
     source, out = check_apart(args.source, args.out)
     images = open_images(source)
     what, change, write, chunk = f"{args.command} (source {source}", None, None, BATCH
-    fingerprints = ", ".join(f"{name} {part.source.fingerprint()}" for name, part in images.items())
     if args.command == "shrink":
         what += f", size {args.size}, quality {args.quality}"
         change = partial(shrink.shrink, size=args.size, quality=args.quality)
-    if args.command == "pack":
-        for name, (part, classes) in images.items():
-            if empty := set(classes) - set(part.classes):
-                raise UserError(f"class {min(empty)} of {source / name} has no images: remove it")
-        what += f", size {args.size}, {fingerprints}"
-        write, chunk = partial(write_pack, images, args.size), pack.IMAGES_PER_FILE
-    elif args.shards:
+    if args.shards:
+        fingerprints = ", ".join(
+            f"{name} {part.source.fingerprint()}" for name, part in images.items()
+        )
         size = next(iter(images.values())).source.sample_sizes()[0]
         if change:  # estimate: ImageNet's images have 27 KB at 256 pixels
             size = min(size, 27_000 * (args.size / 256) ** 2)
@@ -107,7 +103,7 @@ def build_parser() -> argparse.ArgumentParser:
             command.add_argument(flag, **more)
 
         if name != "split":
-            option("--workers", "processes, by default one per usable core", launch.usable_cores())
+            option("--workers", "processes, by default one per usable core", usable_cores())
         return option
 
     out = "the folder to make"
@@ -152,30 +148,29 @@ def build_parser() -> argparse.ArgumentParser:
     text = "write tar files of this size, as `shards` does; MB defaults to %(const)s"
     option("--shards", text, metavar="MB", nargs="?", const=shards.MEGABYTES)
 
-    text = "a copy of a data set as decoded and reduced pixels, in a few large files"
-    option = add("pack", copy, text, source=data, out=out)
-    text = """largest short side in pixels; the default is meant for training crops of 224 and
-        takes 263 KB per image, 337 GB for ImageNet"""
-    option("--size", text, 256)
-
     text = "shards, or class folders, from the parquet files of Hugging Face's image data sets"
     option = add("parquet", convert_parquet, text, source="the folder of the files", out=out)
     option("--size", "size of a shard", shards.MEGABYTES, metavar="MB")
     text = """names of the classes, one per line in the order of the labels; by default those in
         the images' names, such as ImageNet's n01440764, else the names in the files"""
     option("--names", text, None, Path, metavar="FILE")
-    folders = {"action": "store_true", "help": "write class folders, not shards"}
-    commands.choices["parquet"].add_argument("--folders", **folders)
+    text = "write class folders, not shards"
+    commands.choices["parquet"].add_argument("--folders", action="store_true", help=text)
 
-    text = """move a part of DATA/train to DATA/test, for `--part test`. The choice depends only
-        on the images' names and --seed, so all nodes agree. Another fraction moves images again"""
-    option = add("split", split_folder, text, out="the data set to change")
-    text = "fraction of each class's images to have in DATA/test; 0 moves all back"
-    option("--test", text, None, number(float, 0, 0.9), metavar="FRACTION", required=True)
-    option("--seed", "seed of the choice", 0, seed)
-
-    text = "read a whole pack and compare checksums"
-    add("verify", verify, text, out="the pack to read")
+    text = """divide your own images into DATA/train, DATA/val and DATA/test. DATA holds CLASS/NAME,
+        train/CLASS/NAME, or images and a CSV file (name, class). Images are moved. The choice
+        depends only on their names and --seed, so all nodes agree. Other fractions move images
+        again"""
+    option = add("split", split_folder, text, out="the folder to divide")
+    fraction = {"kind": number(float, 0, 0.9), "metavar": "FRACTION"}
+    option("--val", "fraction of each class's images to have in DATA/val", **fraction)
+    option("--test", "fraction to have in DATA/test, for `--part test`; 0: none", **fraction)
+    option(
+        "--labels", "table of labels; by default the CSV file in DATA", None, Path, metavar="CSV"
+    )
+    option("--seed", "seed of the choice; by default 0, or that of the last call", None, seed)
+    text = "move all images back to where they were"
+    commands.choices["split"].add_argument("--undo", action="store_true", help=text)
     return parser
 
 

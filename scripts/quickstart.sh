@@ -3,8 +3,10 @@
 #
 # Installs missing packages. Makes a small set of drawn images, unless you give DATA, a folder with
 # train/CLASS/ and val/CLASS/. Trains a ResNet-18 with one process and with two, at the same global
-# batch size, and compares both runs. Without a GPU and without DATA, it also makes a small scaling
-# study on two simulated nodes. Rerunning it skips finished work.
+# batch size, and compares both runs. Without a GPU, each process has one core. Without a GPU and
+# without DATA, it also makes a small scaling study on two simulated nodes. Rerunning it skips
+# finished work.
+[[ $- == *p* ]] || exec "$BASH" -p "$0" "$@" # without functions that the caller exports
 set -euo pipefail
 source "$(dirname "$0")/environment.sh"
 show_help "$@"
@@ -45,7 +47,9 @@ PYTHON
 export OMP_WAIT_POLICY=passive
 gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
 processes=2
-if [ "$gpus" = 1 ]; then
+if [ "$gpus" = 0 ]; then # a core stands for a GPU: the picture shows scaling on any machine
+    export OMP_NUM_THREADS=1
+elif [ "$gpus" = 1 ]; then
     processes=1
     echo "note: there is one GPU here, so imagenet_ddp.py runs with one process as well"
 fi
@@ -68,28 +72,27 @@ train "${label}_1" imagenet_nd.py -b 32
 train "${label}_$processes-ddp" imagenet_ddp.py -g "$processes" -b $((32 / processes))
 
 say "4/5 pictures"
+mkdir -p "runs/$label"
+words=runs/$label/compare.txt
 "$PYTHON" scripts/compare_runs.py "runs/${label}_1" "runs/${label}_$processes-ddp" \
     --labels "1 process" "$processes process$([ "$processes" = 1 ] || echo es) (DDP)" \
-    --out "runs/$label"
+    --out "runs/$label" | tee "$words"
 
 say "5/5 a scaling study"
-book=runs/$label/logbook
-study="The study's log book:        $book"
 if [ $# -gt 0 ] || [ "$gpus" != 0 ]; then
-    study="A study of several nodes:    README.md, \"Study and forecast\""
-    echo "left out: see README.md, \"Study and forecast\""
+    next="$PYTHON imagenet_nd.py -a resnet50 $(printf %q "$data")"
+    echo "left out: see scripts/README.md, \"Scaling study\""
 else
-    bash scripts/scaling_study.sh --simulate 2 --name "${label}_study" --logbook "$book" -- \
-        imagenet_ddp.py -a resnet18 --image-size 64 -b 16 --epochs 2 --lr 0.01 "$data"
+    next="$PYTHON scripts/prepare_data.py split PHOTOS --val 0.2 # PHOTOS/CLASS/*.jpg: yours"
+    bash scripts/scaling_study.sh --simulate 2 --name "${label}_study" \
+        --logbook "runs/$label/logbook" -- imagenet_ddp.py \
+        -a resnet18 --image-size 64 -b 16 --epochs 2 --lr 0.01 "$data"
 fi
 
 say "done in $((SECONDS - started)) s"
+sed '/^$/,$d' "$words" # the comparison in words
 cat <<TEXT
-One picture with both runs:  runs/$label/overlay.png
-Table and all pictures:      runs/$label/compare.html
-$study
-The curves in TensorBoard:   $PYTHON -m tensorboard.main --logdir runs
-Your own images:             $PYTHON imagenet_nd.py -a resnet50 /path/to/imagenet
-All options of a script:     $PYTHON imagenet_ddp.py --help
-Several nodes:               README.md, "Train on several nodes"
+
+The picture of both runs: runs/$label/overlay.png
+The next command:         $next
 TEXT

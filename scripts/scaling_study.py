@@ -13,9 +13,6 @@ import argparse
 import contextlib
 import fcntl
 import functools
-import importlib
-import itertools
-import json
 import os
 import re
 import shlex
@@ -23,15 +20,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "scripts/ssh")]
 
-from utils import launch
+from utils.start import launch
 
 launch.prepare()  # before torch is imported, which takes seconds
 
@@ -39,63 +35,19 @@ import hosts
 import launcher
 from bench import namespaces
 from studies import page
+from studies.plan import LARGEST, ONE_NODE, OPEN_END, Study, plan
+from studies.runs import STEP, StudyRun
 
-from utils import errors
-from utils.errors import BAD_INPUT, INTERRUPTED, UserError
-from utils.option_types import count, list_of, number, positive
+from utils.start import addresses, errors, orphans, signals
+from utils.start.errors import BAD_INPUT, INTERRUPTED, UserError
+from utils.start.option_types import count, list_of, number, positive
 
-FINISHED = ("epochs", "desired_acc", "train_time")  # `finished_because` of complete runs
-LARGEST = "largest"  # value of the study's -b
 # The last line that a script prints with --find-batch.
 LARGEST_LINE = re.compile(r"largest batch per GPU: (\d+)")
-# A line of training in the log, except the last one of an epoch, after which evaluation begins.
-STEP = re.compile(r"Epoch (\d+)/(\d+) step +(\d+)/(?!\3\s)(\d+)\s")
-ONE_NODE = ("imagenet_nd.py", "imagenet_dp.py")
-# Options of the script that the study sets itself, and the study's option for each, if any.
-OWN = {"--name": "--name", "--train-time": "--hours", "--lr-scaling": "--lr-scaling"}
-OWN |= dict.fromkeys(("-n", "--world-size"), "--nodes")
-OWN |= dict.fromkeys(("-nr", "--rank", "--dist-url", "--resume", "-e", "--evaluate", "--dummy"))
+DUMPS = ("early", "late")  # nvidia-smi's output, from the first and the second half of a run
 
 
-@dataclass(frozen=True)
-class StudyRun:
-    """One run. ``command``: script and options, as for one node."""
-
-    name: str
-    nodes: int
-    group: str  # the varied options
-    seed: int | None
-    command: tuple[str, ...]
-    folder: Path
-    data: str
-
-    def file(self, ending: str) -> Path:
-        """Return the path of a study file in the run directory. ``ending``: "log", "command" (that
-        started the run), or "batch" (the largest batch per GPU that --find-batch printed)."""
-        return self.folder / f"study.{ending}"
-
-    @property
-    def batch(self) -> int | None:
-        return int(file.read_text()) if (file := self.file("batch")).exists() else None
-
-    @property
-    def is_finished(self) -> bool:
-        with contextlib.suppress(OSError, ValueError):
-            summary = json.loads((self.folder / "summary.json").read_text())
-            return summary.get("finished_because") in FINISHED
-        return False
-
-    @property
-    def state(self) -> str:
-        """Return "finished", or "not finished" with the last error in its log."""
-        if self.is_finished:
-            return "finished"
-        log = self.file("log")
-        text = log.read_text(errors="replace") if log.is_file() else ""
-        return ": ".join(["not finished", *re.findall(r"error: (.*)", text)[-1:]])
-
-
-def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+def parse(words: list[str]) -> tuple[Study, list[str]]:
     """The study's own options, and SCRIPT with its options. Raises: `UserError`."""
     words, training = launcher.split(words)
     parser = hosts.make_parser("scaling_study.sh", __doc__)
@@ -112,7 +64,9 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     text = "numbers of nodes, such as 1,2,4,8; default: 1, 2, 4, ... up to all"
     add("--nodes", type=list_of(positive), help=text)
     above_0 = number(float, 0, exclusive=True)
-    add("--hours", type=above_0, metavar="H", help="training time of each run; default: --epochs")
+    text = "training time of each run, with --epochs without limit and a constant learning rate, "
+    text += "unless the script's --epochs or --recipe is given; default: --epochs"
+    add("--hours", type=above_0, metavar="H", help=text)
     add("--name", help="of the study, its page and its runs (NAME_2nodes); default: the model")
     text = "repeat each run with these seeds; the table has means and standard deviations"
     add("--seeds", type=list_of(count), help=text)
@@ -128,7 +82,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     text = "copy each run's best model and last snapshot to URL/NAME OF THE RUN/"
     add("--store", metavar="URL|DIR", help=text)
     add("--dry-run", action="store_true", help="only print each run's command")
-    args = parser.parse_args(words)
+    args = parser.parse_args(words, Study())
     if [args.hosts, args.simulate, args.slurm].count(None) != 2:
         raise UserError("give either a HOSTS_FILE, or --simulate N, or --slurm")
     if args.link and not (args.simulate and re.fullmatch(r"\d+(\.\d+)?[kmg]bit", args.link)):
@@ -139,7 +93,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         raise UserError("--slurm needs --nodes, such as --nodes 1,2,4")
     if args.global_batch and args.batch_size:
         raise UserError("give either --global-batch or -b")
-    args.vary = args.vary or []
+    args.name, args.vary = args.name or "", args.vary or []
     args.machines = hosts.read(args.hosts) if args.hosts else []
     most = args.simulate or len(args.machines) or args.nodes[-1]
     args.nodes = args.nodes or sorted({2**i for i in range(20) if 2**i <= most} | {most})
@@ -165,76 +119,7 @@ def varied(text: str) -> list[tuple[str, str]]:
     return [(f"--{name}" if len(name) > 1 else f"-{name}", value) for value in values.split(",")]
 
 
-def plan(args: argparse.Namespace, training: list[str]) -> list[StudyRun]:
-    """The runs, in the order in which they are trained. Raises: `UserError`."""
-    from utils import options as shared
-    from utils.optim import REFERENCE_BATCH, scale_lr  # imports torch; --help needs none
-
-    rest = training[1:]
-    own = OWN | ({"--seed": "--seeds"} if args.seeds else {})
-    own |= dict.fromkeys(("-b", "--b", "--batch-size"), "-b") if args.batch_size else {}
-    own |= {"--store": "--store"} if args.store else {}
-    for option, value in itertools.chain(*args.vary):
-        if option in (*OWN, "--seed", "--output-dir"):
-            raise UserError(f"--vary {option}={value} is not possible: the study sets it")
-        own[option] = f"--vary {option.lstrip('-')}"
-    for word in (one.partition("=")[0] for one in rest):
-        if word in own:
-            how = f"give {own[word]} before the --" if own[word] else "leave it out"
-            raise UserError(f"the study sets {word}: {how}")
-    planned: dict[str, StudyRun] = {}
-    for seed, nodes, *variation in itertools.product(args.seeds or [None], args.nodes, *args.vary):
-        script = dict(variation).get("--script", training[0])
-        if not re.fullmatch(r"imagenet_\w+\.py", script) or not (ROOT / script).is_file():
-            raise UserError(f"{script} is not a training script in {ROOT}")
-        if script in ONE_NODE and nodes > 1:
-            raise UserError(f"{script} trains on one node: use imagenet_ddp.py, or --nodes 1")
-        more = [word for pair in variation if pair[0] != "--script" for word in pair]
-        parser = importlib.import_module(script.removesuffix(".py")).parser()
-        parser.prog = script
-        options = shared.parse(parser, [*rest, *more], local=bool(args.simulate))
-        args.name = args.name or options.arch
-        if args.global_batch:
-            more += ["-b", str(batch_per_process(args, script, options, nodes))]
-        elif nodes > args.nodes[0] and args.lr_scaling != "none":
-            batch = REFERENCE_BATCH * nodes / args.nodes[0]
-            more += ["--lr", f"{scale_lr(options.lr, batch, args.lr_scaling):.6g}"]
-        more += ["--seed", str(seed)] if seed is not None else []
-        more += ["--train-time", f"{args.hours:g}"] if args.hours else []
-        more += ["--store", args.store] if args.store else []
-        more += ["-b", args.batch_size] if args.batch_size not in (None, LARGEST) else []
-        parts = [args.name, f"{nodes}node{'s' * (nodes > 1)}"]
-        parts += [f"{o.lstrip('-')}-{v.removesuffix('.py')}" for o, v in variation]
-        parts += [f"seed{seed}"] if seed is not None else []
-        name = re.sub(r"[^\w.+-]", "-", "_".join(parts))
-        if name in planned:
-            raise UserError(f"two runs would be called {name}: give each number and value once")
-        # The study's own options come last, so that they override the others.
-        command = (script, *rest, *more, "--name", name, "--resume", "auto")
-        group = ", ".join(f"{option.lstrip('-')} {value}" for option, value in variation)
-        folder = Path(options.output_dir) / name
-        planned[name] = StudyRun(name, nodes, group, seed, command, folder, options.data)
-    return list(planned.values())
-
-
-def batch_per_process(args: argparse.Namespace, script: str, options: Any, nodes: int) -> int:
-    """Return the -b that gives ``--global-batch`` on ``nodes``. Raises: `UserError`."""
-    each = getattr(options, "gpus", None) or (args.machines and args.machines[0].slots)
-    each = 1 if args.simulate or script in ONE_NODE else each
-    if not each:
-        raise UserError(
-            "--global-batch needs a node's number of processes: write slots=N after each host, "
-            "or -g N after the script's name"
-        )
-    batch, rest = divmod(args.global_batch, nodes * each)
-    if rest:
-        raise UserError(f"--global-batch {args.global_batch} is not a multiple of {nodes * each}")
-    return batch
-
-
-def launch_command(
-    run: StudyRun, args: argparse.Namespace, folder: Path, find: bool = False
-) -> list[str]:
+def launch_command(run: StudyRun, args: Study, folder: Path, find: bool = False) -> list[str]:
     """Build the command that trains a run, or with ``find`` finds its largest batch, and waits."""
     script, *words = run.command
     if find:
@@ -253,7 +138,7 @@ def launch_command(
     return [*start, *([] if find else ["--fetch"]), *ssh_options(args), "--", script, *words]
 
 
-def ssh_options(args: argparse.Namespace) -> list[str]:
+def ssh_options(args: Study) -> list[str]:
     """Return the options for reaching the hosts. --env without values: they may be secrets."""
     given = {name: getattr(args, name) for name in ("dir", "python", "ssh", "grace")}
     words = [f"--{name}={value}" for name, value in given.items() if value is not None]
@@ -263,12 +148,11 @@ def ssh_options(args: argparse.Namespace) -> list[str]:
 class Runner:
     """Starts runs. Ctrl-C and SIGTERM end the current run with a snapshot, then the study."""
 
-    def __init__(self, args: argparse.Namespace, book: Path):
+    def __init__(self, args: Study, book: Path):
         self.args, self.book = args, book
         self.stopped = False
         self.processes: list[subprocess.Popen] = []
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(signum, self.stop)
+        signals.handle(self.stop, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
 
     def stop(self, *_: object) -> None:
         self.stopped = True
@@ -301,7 +185,7 @@ class Runner:
             for node in nodes:
                 namespaces.limit(node, self.args.link)
             place = ["-n", str(run.nodes), "--dist-url"]
-            place += [f"tcp://{namespaces.address(0)}:{launch.free_port()}", "-nr"]
+            place += [f"tcp://{namespaces.address(0)}:{addresses.free_port()}", "-nr"]
             starts = [[*one.enter, *words, *place, str(i)] for i, one in enumerate(nodes)]
             return self.execute(starts, run)
 
@@ -314,8 +198,9 @@ class Runner:
         env |= {"PYTHONUNBUFFERED": "1", **dict(self.args.env or ())}
         # Each command has its own session: Ctrl-C reaches only this process, which passes it on.
         how = {"env": env, "start_new_session": True, "stdin": subprocess.DEVNULL}
-        how["preexec_fn"] = functools.partial(launch.die_with_parent, os.getpid())
+        how["preexec_fn"] = functools.partial(orphans.die_with_parent, os.getpid())
         how["cwd"] = ROOT if self.args.slurm is not None else None
+        log: TextIO | None = None
         with contextlib.ExitStack() as files:
             if run:
                 out = files.enter_context(open(run.file("log"), "ab"))
@@ -323,7 +208,7 @@ class Runner:
                 log = files.enter_context(open(run.file("log"), errors="replace"))
                 log.seek(0, os.SEEK_END)
             self.processes = [subprocess.Popen(one, **how) for one in commands]
-            if run:
+            if run and log:
                 self.follow(run, log)
             codes = [process.wait() for process in self.processes]
             self.processes = []
@@ -335,7 +220,7 @@ class Runner:
     def follow(self, run: StudyRun, log: TextIO) -> None:
         """Show a run's log until it ends. Call nvidia-smi twice while it trains: early on, and in
         the second half."""
-        began, due, tail, running = None, [0.0, 0.5], "", True
+        began, due, tail, running = None, dict(zip(DUMPS, (0.0, 0.5), strict=True)), "", True
         while running:
             running = self.is_running()  # check before reading, or the last lines may be missed
             time.sleep(0.1)
@@ -349,13 +234,17 @@ class Runner:
                 part = (epoch - 1 + step / steps) / epochs
                 if self.args.hours:
                     part = max(part, (now - began) / 3600 / self.args.hours)
-                if part >= due[0]:
-                    self.keep_nvidia_smi(run, f"epoch {epoch} of {epochs}, step {step} of {steps}")
-                    due = [one for one in due if one > part]
+                reached = [name for name, begin in due.items() if part >= begin]
+                if reached:
+                    of = "" if epochs == OPEN_END else f" of {epochs}"
+                    place = f"epoch {epoch}{of}, step {step} of {steps}"
+                    # A run that is resumed in its second half has its first dump already.
+                    self.keep_nvidia_smi(run, reached[-1], place)
+                    due = {name: begin for name, begin in due.items() if begin > part}
 
-    def keep_nvidia_smi(self, run: StudyRun, place: str) -> None:
+    def keep_nvidia_smi(self, run: StudyRun, when: str, place: str) -> None:
         """Save nvidia-smi's output from each node that has it, if the run still trains.
-        ``place``: the progress of the run, as text."""
+        ``when``: one of `DUMPS`. ``place``: the progress of the run, as text."""
         prefixes = {"this machine": []} if self.args.simulate else {}
         for host in self.args.machines[: run.nodes]:
             prefixes[host.name] = [*shlex.split(self.args.ssh), "-o", "BatchMode=yes", host.address]
@@ -374,12 +263,12 @@ class Runner:
                     lines.sort(key=lambda line: line.partition(":")[0])
                 dumps.append("\n".join([f"# {name}, in {place}", *lines, ""]))
         if dumps and self.is_running():
-            (self.book / f"{run.name}.nvidia-smi.txt").write_text("\n".join(dumps))
+            (self.book / f"{run.name}.nvidia-smi.{when}.txt").write_text("\n".join(dumps))
 
-    def check_nodes(self, runs: list[StudyRun]) -> None:
-        """With --sync, copy the code to all hosts. Then check them. Raises: `UserError`."""
+    def check_nodes(self, file: Path, runs: list[StudyRun]) -> None:
+        """With --sync, copy the code to the hosts in ``file``. Check them. Raises: `UserError`."""
         args, run = self.args, max(runs, key=lambda run: run.nodes)
-        lines = [text for text in args.hosts.read_text().splitlines() if text.split("#")[0].split()]
+        lines = [text for text in file.read_text().splitlines() if text.split("#")[0].split()]
         for nodes in {one.nodes for one in runs}:
             (self.book / f"hosts_{nodes}").write_text("\n".join(lines[:nodes]) + "\n")
         for host in args.machines[: run.nodes] if args.sync else ():
@@ -393,13 +282,25 @@ class Runner:
             )
 
 
+def without_ends(command: Iterable[str]) -> list[str]:
+    """Return a command without the values that a study may change later: epochs and hours."""
+    words = list(command)
+    for option in ("--epochs", "--train-time"):
+        while option in words:
+            place = words.index(option)
+            del words[place : place + 2]
+    return [word for word in words if not word.startswith(("--epochs=", "--train-time="))]
+
+
 @contextlib.contextmanager
 def study_lock(folder: Path, runs: list[StudyRun]) -> Iterator[None]:
     """Lock the study. Raises: `UserError` if a run began with other options, or it is locked."""
     folder.mkdir(parents=True, exist_ok=True)
     for run in runs:
         begun = run.file("command").read_text() if run.file("command").exists() else None
-        if begun not in (None, shlex.join(run.command)):
+        if not begun or not run.has_trained:
+            continue
+        if without_ends(shlex.split(begun)) != without_ends(run.command):
             raise UserError(
                 f"the run {run.name} began with other options: use that command "
                 f"({begun}), or choose another --name"
@@ -432,7 +333,7 @@ def main() -> int:
     with study_lock(folder, runs):
         runner = Runner(args, folder)
         if args.hosts and left:
-            runner.check_nodes(left)
+            runner.check_nodes(args.hosts, left)
         for run in [*left, *left]:  # a run that fails, say because a node is lost, gets another try
             if run.is_finished or runner.stopped:
                 continue

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Train on 1, 2, 4, ... nodes, one run after the other, and keep a log book of it; see --help.
+[[ $- == *p* ]] || exec "$BASH" -p "$0" "$@" # without functions that the caller exports
 set -euo pipefail
+source "$(dirname "$0")/environment.sh"
 export IMAGENET_SUITE=launcher # scripts/cleanup.sh recognises it
-scripts=$(cd "$(dirname "$0")" && pwd) own=$(dirname "$0")/../.venv/bin/python
-[ -n "${PYTHON:-}${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] || [ ! -x "$own" ] || PYTHON=$own
-exec "${PYTHON:-python3}" "$scripts/scaling_study.py" "$@"
+find_python
+exec "$PYTHON" "$root/scripts/scaling_study.py" "$@"

@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from utils import launch
+from utils.start import launch
 
 launch.prepare()  # before torch is imported, which takes seconds
 
@@ -26,21 +26,32 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw
 
-from utils import loop, options
-from utils.atomic import read_checkpoint
-from utils.errors import UserError, exit_with
-from utils.extras import grid
-from utils.images import decode
-from utils.loaders import Batches, build_loaders
-from utils.option_types import count, list_of, positive
-from utils.run_directory import Console, checkpoint_file
-from utils.samplers import Batch
-from utils.world import World
+from utils import grid, loop, options
+from utils.data.batches import Batches
+from utils.data.images import decode
+from utils.data.loaders import Loaders, build_loaders
+from utils.data.samplers import Batch
+from utils.run.console import Console
+from utils.run.run_directory import checkpoint_file
+from utils.start.atomic import read_checkpoint
+from utils.start.errors import UserError, exit_with
+from utils.start.option_types import Options, count, list_of, positive
+from utils.start.world import World
 
 BOX = "#ff2020"
 
 
-def parse(words: list[str]) -> options.Options:
+class PictureOptions(Options):
+    """Those of a training script and of this command."""
+
+    val: bool
+    original: bool
+    show: int | None
+    in_epochs: list[int] | None
+    out: Path
+
+
+def parse(words: list[str]) -> PictureOptions:
     """Parse the options of the picture and of the training. Raises: `UserError`."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     text = "the training script whose options and batches to use: imagenet_MODE.py"
@@ -61,9 +72,11 @@ def parse(words: list[str]) -> options.Options:
         name, _, value = word.partition("=")
         if name == "--epochs" and "," in (value or "".join(words[i + 1 : i + 2])):
             words[i] = word.replace("--epochs", "--in-epochs", 1)
-    args = options.parse(parser, words)
+    args = PictureOptions(**vars(options.parse(parser, words)))
     if args.dummy:
         raise UserError("--dummy has no images: leave it out")
+    if args.in_epochs and (args.val or args.evaluate):
+        raise UserError("--epochs with a list draws training images: leave out --val and -e")
     if late := [epoch for epoch in args.in_epochs or () if epoch >= args.epochs]:
         text = f"epoch {late[0]} is not one of the {args.epochs} epochs, 0 to --epochs - 1"
         raise UserError(text)
@@ -76,20 +89,18 @@ def original(batches: Batches, index: int, epoch: int, side: int) -> tuple[np.nd
     Returns: uint8 [h, h, 3], as large as the drawn crop of ``side`` pixels; and the file name.
     """
     dataset, unreadable = batches.dataset, batches.bad.seen
-    source, image = dataset.source, index % len(dataset.source)
+    source, image = dataset.source, index
     while image in unreadable and dataset.train:  # training has used the next image instead
         image = (image + 1) % len(source)
-    if (shape := source.shape(image)) is not None:
-        pixels = np.array(source.rows(image, 0, shape[0]))
-    elif image in unreadable:
+    if image in unreadable:
         pixels = np.zeros((side, side, 3), np.uint8)
     else:
         pixels = decode(source.read(image)).permute(1, 2, 0).numpy()
-    cut = dataset.cut(pixels.shape[:2], dataset.key(index, epoch), side)
+    crop = dataset.crop(pixels.shape[:2], dataset.key(index, epoch), side)
     # The corners of the window, which is cut out of the resized box, in pixels of the image.
-    y, x = cut.box[2] / cut.size[0], cut.box[3] / cut.size[1]
-    top, left = cut.box[0] + cut.window[0] * y, cut.box[1] + cut.window[1] * x
-    corners = left, top, left + cut.window[3] * x, top + cut.window[2] * y
+    y, x = crop.box[2] / crop.size[0], crop.box[3] / crop.size[1]
+    top, left = crop.box[0] + crop.window[0] * y, crop.box[1] + crop.window[1] * x
+    corners = left, top, left + crop.window[3] * x, top + crop.window[2] * y
     canvas = Image.new("RGB", [grid.magnified(side, side)] * 2, grid.PAPER)
     zoom = canvas.width / max(pixels.shape)
     size = [max(1, round(zoom * n)) for n in pixels.shape[1::-1]]
@@ -98,32 +109,39 @@ def original(batches: Batches, index: int, epoch: int, side: int) -> tuple[np.nd
     return np.asarray(canvas), Path(source.path(image)).name
 
 
-def draw(args: options.Options) -> tuple[Image.Image, str]:
+def draw(args: PictureOptions) -> tuple[Image.Image, str]:
     """Draw the picture. Returns: it, and a line about it. Raises: `UserError`."""
     processes = 1
     if hasattr(args, "gpus"):  # the mode has several processes
-        processes = (args.gpus or max(1, torch.cuda.device_count())) * (args.world_size or 1)
+        processes = (args.gpus or max(1, torch.cuda.device_count())) * (args.nodes or 1)
 
     class Rank0(World):
         """Rank 0 of a job with several processes; the others do not run."""
 
-        slices = processes
+        @property
+        def data_parallel_size(self) -> int:
+            return processes
 
     world = Rank0(torch.device("cpu"))
     Console(None, world)  # shows warnings, such as unreadable images
     args = loop.with_checkpoint_sizes(args, world).replaced(workers=0)
     loaders, epoch, step = build_loaders(args, world, torch.float32), args.start_epoch or 0, 0
-    if args.val or args.evaluate:
-        batches, epoch, what = getattr(loaders, args.part), 0, f"of DATA/{args.part}, as evaluated"
+    train, path = loaders.train, checkpoint_file(args)
+    if args.val or args.evaluate or train is None:
+        batches, epoch, what = (
+            evaluated(loaders, args.part),
+            0,
+            f"of DATA/{args.part}, as evaluated",
+        )
         images, targets = next(iter(batches))
     else:
-        batches, path = loaders.train, checkpoint_file(args)
+        batches = train
         saved = read_checkpoint(path, lazily=True).get("progress") if path else None
         if saved and args.start_epoch is None:
             epoch = saved["epoch"]
-            step = saved["step"] * saved["global_batch"] // batches.sampler.global_batch
-        images, targets = next(batches.rest(epoch, step))[:2]
-        batches.sampler.start_at(epoch, step)
+            step = saved["step"] * saved["global_batch"] // train.sampler.global_batch
+        images, targets = next(train.rest(epoch, step))[:2]
+        train.sampler.start_at(epoch, step)
         what = f"of epoch {epoch}, step {step}"
     each = (1 + args.original) * len(args.in_epochs or [epoch])  # tiles per image
     number = min(len(images), args.show or max(4, grid.MOST // each))
@@ -131,20 +149,28 @@ def draw(args: options.Options) -> tuple[Image.Image, str]:
     if not (args.original or args.in_epochs):
         return grid.of_batch(batches, images, targets, number), line
     crops, names = grid.pixels(images[:number], batches), grid.captions(targets, loaders.classes)
-    tiles = []
+    tiles: list[tuple[np.ndarray, str]] = []
     for row, index in enumerate(next(iter(batches.sampler)).indices[:number].tolist()):
         for e in args.in_epochs or [epoch]:
             crop, name = crops[row], names[row]
-            if args.in_epochs:
-                batches.sampler.start_at(e, 0)
-                task = Batch(e, np.array([index]), batches.sampler.size)
+            if args.in_epochs and train:
+                train.sampler.start_at(e, 0)
+                task = Batch(e, np.array([index]), train.sampler.size)
                 made, target, reading = batches.dataset.__getitems__(task)
                 batches.bad.note(reading.unreadable)
                 crop = made[0].numpy()
                 name = f"epoch {e}: {grid.captions(target, loaders.classes)[0]}"
             tiles += [original(batches, index, e, len(crop))] if args.original else []
             tiles.append((crop, name))
-    return grid.sheet(*zip(*tiles, strict=True), each * max(1, 8 // each)), line
+    pictures, texts = zip(*tiles, strict=True)
+    return grid.sheet(pictures, texts, each * max(1, 8 // each)), line
+
+
+def evaluated(loaders: Loaders, part: str) -> Batches:
+    """The batches of DATA/``part`` as evaluation makes them. Raises: `UserError`."""
+    if batches := {"val": loaders.val, "test": loaders.test}.get(part):
+        return batches
+    raise UserError(f"DATA/{part} is missing, or no part that is evaluated")
 
 
 def main() -> int:

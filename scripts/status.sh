@@ -1,4 +1,6 @@
 #!/usr/bin/env bash
 # Show what this user's runs are doing, here or on the hosts in a file; see --help.
+[[ $- == *p* ]] || exec "$BASH" -p "$0" "$@" # without functions that the caller exports
 set -euo pipefail
-exec "${PYTHON:-python3}" "$(dirname "$0")/ssh/status.py" "$@"
+source "$(dirname "$0")/environment.sh"
+exec "${PYTHON:-python3}" "$root/scripts/ssh/status.py" "$@"

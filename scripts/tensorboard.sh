@@ -9,6 +9,7 @@
 #   RUNS   folder of run directories (runs)
 #   PORT   port of TensorBoard on this machine (6006)
 #   EVERY  seconds between two copies (60)
+[[ $- == *p* ]] || exec "$BASH" -p "$0" "$@" # without functions that the caller exports
 set -euo pipefail
 source "$(dirname "$0")/environment.sh"
 show_help "$@"
@@ -65,7 +66,7 @@ fi
 
 host=$(hostname -I 2>/dev/null | cut -d' ' -f1) || host=
 cat <<TEXT
-On your laptop:  ssh -N -L $port:localhost:$port $(id -un)@${host:-$(hostname)}
+On your laptop:  ssh -N -L $port:localhost:$port ${USER:-$(id -un 2>/dev/null || echo USER)}@${host:-$HOSTNAME}
 then open        http://localhost:$port/#custom_scalars  (all runs overlaid; HPARAMS: a table)
 (On AWS, use the public address of this machine, and add -i KEY.pem.)
 TEXT

@@ -7,7 +7,12 @@
 # HOSTS_FILE has one ssh host per line, in the order of node ranks; see scripts/ssh/hosts.py. With
 # --elastic MIN:MAX nodes may fail and come back; the run directory must be on a file system that
 # all nodes share. Ctrl-C stops the run with a snapshot; a second Ctrl-C ends it at once. Needs
-# Python and ssh on this machine, Python and sshd on the nodes. --sync and --fetch also need rsync.
+# Python and ssh on this machine (with --elastic also torch), Python and sshd on the nodes. --sync
+# and --fetch also need rsync.
+[[ $- == *p* ]] || exec "$BASH" -p "$0" "$@" # without functions that the caller exports
 set -euo pipefail
+source "$(dirname "$0")/environment.sh"
 export IMAGENET_SUITE=launcher # scripts/cleanup.sh recognises it
-exec "${PYTHON:-python3}" "$(dirname "$0")/ssh/launcher.py" "$@"
+own=$root/.venv/bin/python
+[ -n "${PYTHON:-}${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] || [ ! -x "$own" ] || PYTHON=$own
+exec "${PYTHON:-python3}" "$root/scripts/ssh/launcher.py" "$@"

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import imagenet_ddp_apex
-from utils import launch
-from utils.extras import apex as choice
+from utils.model import apex as choice
+from utils.start import launch
 
 
 def main() -> int:

@@ -6,16 +6,17 @@ import numpy as np
 import torch
 from PIL import Image
 
-from utils.folder import Folder
-from utils.images import ImageBatches
-from utils.loaders import BadFiles, Batches
-from utils.samplers import Batch, TrainSampler
+from utils.data.batches import BadFiles, Batches, EvalBatches, TrainBatches
+from utils.data.folder import open_folder
+from utils.data.images import ImageBatches
+from utils.data.samplers import Batch, TrainSampler
+from utils.data.sources import Source
 
 SIZE, SEED = 16, 3
-PLACE = (torch.device("cpu"), torch.contiguous_format, torch.float32)
+TO = (torch.device("cpu"), torch.contiguous_format, torch.float32)
 
 
-def noise_index(root, images=24, suffix="png", height=20, width=30) -> Folder:
+def noise_index(root, images=24, suffix="png", height=20, width=30) -> Source:
     """Noise in 3 classes, but the blue of every pixel of image i is 10 * i, however it is cropped.
 
     Image i is ``height`` + i pixels high.
@@ -27,7 +28,7 @@ def noise_index(root, images=24, suffix="png", height=20, width=30) -> Folder:
         path = root / f"class_{3 * i // images}" / f"{i:02}.{suffix}"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels).save(path)
-    return Folder(root, ["class_0", "class_1", "class_2"])
+    return open_folder(root, ["class_0", "class_1", "class_2"])
 
 
 def picture(width=500, height=375, seed=0) -> Image.Image:
@@ -46,11 +47,12 @@ def encode(image: Image.Image, kind: str = "JPEG", **options) -> bytes:
     return file.getvalue()
 
 
-def batches_of(index, sampler, workers=0, size=SIZE, place=PLACE, bad_files=0) -> Batches:
+def batches_of(index, sampler, workers=0, size=SIZE, to=TO, bad_files=0) -> Batches:
     """The batches of ``sampler``: training crops, or centre crops of an `EvalSampler`."""
     train = isinstance(sampler, TrainSampler)
     dataset = ImageBatches(index, size, SEED, train, resize=size)
-    return Batches(dataset, sampler, BadFiles(index, bad_files), place, workers)
+    kind = TrainBatches if train else EvalBatches
+    return kind(dataset, sampler, BadFiles(index, bad_files), to, workers)
 
 
 def fetch(dataset, indices, epoch=0):

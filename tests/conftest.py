@@ -10,11 +10,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import leftovers
 import pytest
 from PIL import Image, ImageDraw
 
@@ -25,6 +27,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), STAND_IN]
 # A shell that starts the tests in the background makes them and their children ignore Ctrl-C.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Processes that tests fork would wait for ever for OpenMP's threads, which a fork does not copy.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -32,9 +36,30 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # On a CPU with AMX `--amp auto` would take bf16, on others float32: the tests are alike everywhere.
 os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
 
+# These need a GPU, or packages that no machine has by accident. Other tests should not skip.
+OPTIONAL = ("test_cuda.py", "test_hivemind.py", "test_ray.py", "test_real_apex.py")
+_left_out: Counter[str] = Counter()  # reasons
+
 # One of torchvision's smallest models: writing its snapshots costs next to nothing.
 SMALL = ("-a", "shufflenet_v2_x0_5", "--image-size", "32", "-j", "1")
 TIMEOUT = 240  # seconds; a limit against hangs, not a measurement
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    is_optional = Path(report.location[0]).name in OPTIONAL
+    if report.skipped and isinstance(report.longrepr, tuple) and not is_optional:
+        _left_out[report.longrepr[2].removeprefix("Skipped: ")] += 1
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if _left_out and os.environ.get("NO_SKIPS") and not session.exitstatus:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if _left_out and not hasattr(config, "workerinput"):  # the last line
+        reasons = "; ".join(f"{count}: {reason}" for reason, count in _left_out.items())
+        print(f"left out because something is missing on this machine: {reasons}")
 
 
 @dataclass(frozen=True)
@@ -74,6 +99,7 @@ def environment(*words: object, **changes: str) -> dict[str, str]:
     return clean | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | changes
 
 
+_reaper = leftovers.kill_when_this_process_ends()
 AT_START = environment()  # before a test has changed it
 
 
@@ -147,7 +173,7 @@ def scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
     """All points in a run's event files: tag -> [(x, value)]. Each tag must be in the table."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    from utils.extras.comparison import LAYOUT
+    from utils.comparison import LAYOUT
 
     events = EventAccumulator(
         str(run), size_guidance={"scalars": 0}, purge_orphaned_data=False

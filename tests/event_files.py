@@ -11,7 +11,7 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from utils.extras.comparison import opening
+from utils.comparison import opening
 
 SCRIPT = "scripts/compare_runs.py"
 BEGAN = 1_596_976_425.0  # 9 August 2020

@@ -54,6 +54,8 @@ FUSED = {
 class Stream:
     """In place of torch.cuda.Stream: a counter of its work, and how far it knows that of others."""
 
+    stream_id, device_index, device_type = 0, 0, 1  # FSDP2 of torch 2.15 hands them to an empty op
+
     def __init__(self, device: Any = None, priority: int = 0):
         self.count, self.seen = 0, {}
 
@@ -138,7 +140,6 @@ class Gpu(TorchDispatchMode):
         self.locked: list[range] = []  # addresses that were page-locked where they lie
         self.heavy: set[torch.dtype] = set()
         self.collectives: Counter[tuple[str, torch.dtype]] = Counter()
-        self.replica: dict[str, Any] = {}  # what DistributedDataParallel was called with
         self.gloo: set[str] = set()  # names of process groups
         self.sent: list[Tensor] = []  # the result of the last collective
         self.lost: list[Memory] = []  # what was `unrecorded` after a step

@@ -24,7 +24,7 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 # What changes the step, but not its precision.
 EVERYTHING = "--accum-steps 2 --clip-grad 1 --label-smoothing 0.1 --no-channels-last --ema 0.9"
-MIXED = "--mixup 0.2 --cutmix 1 --val-flip"  # of pairs, which four processes would cut
+MIXED = "--mixup 0.2 --cutmix 1"  # of pairs, which four processes would cut
 BATCH = 8  # of all processes; three times that in DATA/train
 MODELS = (timm.Tiny, timm.ResNet, timm.VisionTransformer)
 JOBS = {"imagenet_nd": (1, 1), "imagenet_dp": (1, 2)}  # nodes, GPUs of each

@@ -160,10 +160,9 @@ def sync_bn_forward(self: nn.SyncBatchNorm, images: Tensor) -> Tensor:
     return nn.BatchNorm2d.forward(self, images)
 
 
-def ddp_init(self: DistributedDataParallel, module: nn.Module, **options: Any) -> None:
+def ddp_init(self: DistributedDataParallel, module: nn.Module, **_: Any) -> None:
     """DistributedDataParallel.__init__: each gradient is exchanged as soon as it is there."""
     nn.Module.__init__(self)
-    gpu().replica = options
     self.module, self.require_backward_grad_sync = module, True
     self.hook = dist.group.WORLD, allreduce_hook
     means: list[tuple[nn.Parameter, Future]] = []

@@ -8,7 +8,6 @@ import json
 import multiprocessing
 import os
 import queue
-import re
 import runpy
 import signal
 import sys
@@ -18,7 +17,6 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.machinery import PathFinder
 from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,27 +109,12 @@ def _as_command(
     os.environ.update(env)
     # A script marks the temporary folder as its own, and the next one clears it away.
     multiprocessing.current_process()._config.pop("tempdir", None)
-    if "HIDDEN_EXTRAS" in env:
-        hide(env["HIDDEN_EXTRAS"].split())
+    multiprocessing.process._parent_process = None  # a script that a person starts has none
     torch.set_num_threads(1)
     sys.argv = [f"{script}.py", *words]
     with _observed(f"{files[0]}.json", stop):
         folder = ROOT if (ROOT / f"{script}.py").is_file() else ROOT / "tests"
         runpy.run_path(str(folder / f"{script}.py"), run_name="__main__")
-
-
-def hide(names: list[str]) -> None:
-    """Let this process import its own code anew, as if these files of utils/extras were deleted."""
-
-    class Hidden(PathFinder):
-        @classmethod
-        def find_spec(cls, name: str, *more: Any) -> Any:
-            hidden = name.removeprefix("utils.extras.") in names
-            return None if hidden else super().find_spec(name, *more)
-
-    for name in [name for name in sys.modules if re.match(r"(utils|imagenet_\w+)(\.|$)", name)]:
-        del sys.modules[name]
-    sys.meta_path[sys.meta_path.index(PathFinder)] = Hidden
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from bench.namespaces import Namespaces, address, children, do, make_bridge, plu
 from conftest import ROOT, Result, activated
 from running import Process, Running, eventually, everyone
 
-from utils.errors import UserError
+from utils.start.errors import UserError
 
 _NAMESPACES = ("--net", "--uts", "--mount", "--pid", "--ipc")
 

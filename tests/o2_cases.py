@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from utils.extras.o2 import Amp
-from utils.optim import sgd
-from utils.world import World
+from utils.model.o2 import Amp
+from utils.model.optim import sgd
+from utils.start.world import World
 
 CPU = torch.device("cpu")
 

@@ -137,9 +137,14 @@ class Running:
         self.limit.cancel()
         return Result(code, "".join(self.seen), self._error_text())
 
+    def said(self) -> str:
+        """The error output so far. The command's own position in the file stays."""
+        return os.pread(self.errors.fileno(), 2**20, 0).decode()
+
     def meet_family(self) -> "set[Process]":
         """The living processes that the command has started, directly or not."""
-        self.family |= descendants(self.process.pid)
+        # Those of now come first: a process that was met between fork and exec has another command.
+        self.family = descendants(self.process.pid) | self.family
         return self.family
 
     def _error_text(self) -> str:

@@ -12,10 +12,12 @@ from fake_runs import forget
 from joined import command
 from running import alone, same, snapshot, tiny
 
-from utils import amp, world
-from utils.errors import UserError
-from utils.extras import apex as choice
-from utils.extras import o2
+from utils.model import amp, o2
+from utils.model import apex as choice
+from utils.model.options import add_apex
+from utils.start import world
+from utils.start.errors import UserError
+from utils.start.option_types import Parser
 
 STAND_IN_APEX = str(ROOT / "tests" / "stand_in_apex")
 WORLD = world.World(torch.device("cpu"))
@@ -43,15 +45,12 @@ def test_apex_is_used_as_published_scripts_use_it(tmp_path, folder):
         assert ("opt level O2 using NVIDIA Apex" in done.out) == (script == "apex_runner")
         return [eval(line) for line in done.out.splitlines() if line.startswith("('")]
 
-    options = ("--delay-allreduce", "--allreduce", "fp32", "--loss-scale", "dynamic")
-    options += ("--keep-batchnorm-fp32", "False")
+    options = ("--loss-scale", "dynamic", "--keep-batchnorm-fp32", "False")
     run("apex_runner", "whole", 2, *options, change=OVERFLOW)
     first = run("apex_runner", "parts", 2, *options, code=75, change=OVERFLOW + STOP)
-    parallel = {"delay_allreduce": True, "allreduce_always_fp32": True}
-    parallel["gradient_predivide_factor"] = 1.0
     # Options reach Apex where they differ from the level.
     changes = {"keep_batchnorm_fp32": False}
-    assert first[:2] == [("initialize", "O2", changes), ("DistributedDataParallel", parallel)]
+    assert first[:2] == [("initialize", "O2", changes), ("DistributedDataParallel", {})]
     micro = [("disable_allreduce",), ("scale_loss", True), ("enable_allreduce",)]
     micro += [("scale_loss", False)]
     skipped, step = ([*micro, (end,), ("zero_grad",)] for end in ("skip", "step"))
@@ -80,8 +79,8 @@ def site(monkeypatch):
 
 
 def parsed(*options):
-    parser = argparse.ArgumentParser()
-    choice.add_options(parser)
+    parser = Parser()
+    add_apex(parser)
     return parser.parse_args(options)
 
 
@@ -126,7 +125,7 @@ def test_why_apex_is_not_used(site, tmp_path, monkeypatch, capsys, init, has_gpu
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     amp, parallel = choice.amp_and_parallel(parsed(), WORLD)
     assert isinstance(amp, o2.Amp) and parallel is o2
-    by = r"opt level O2 using plain PyTorch \(utils/extras/o2.py\)"
+    by = r"opt level O2 using plain PyTorch \(utils/model/o2.py\)"
     assert re.search(f"{by}: .*{reason}", capsys.readouterr().out)
     with pytest.raises(UserError, match=f"{reason}{remedy}use --amp-impl torch"):
         choice.check(parsed("--amp-impl", "apex"))

@@ -2,22 +2,18 @@
 
 import copy
 import math
-from argparse import Namespace
-from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import pytest
 import torch
-import torch.nn.functional as F
 from o2_cases import prepare, train
 from running import same
-from test_checkpoint import ARGS, CLASSES, OPTIONS, WORLD, build, resume, save_best, save_snapshot
-from torch import nn
+from test_checkpoint import ARGS, CLASSES, OPTIONS, build, resume, save_best, save_snapshot
 
-from utils import epoch, loop
-from utils.atomic import read_checkpoint
-from utils.errors import UserError
-from utils.extras.ema import Average
+from utils import loop
+from utils.model.ema import Average
+from utils.start.atomic import read_checkpoint
+from utils.start.errors import UserError
+from utils.start.option_types import Options
 
 
 @pytest.mark.parametrize(("level", "most"), [("O0", 0.9), ("O0", 0.3), ("O2", 0.9)])
@@ -53,12 +49,12 @@ def test_the_average_is_the_formula_and_the_model_gets_its_own_bits_back(level, 
 def averaged(seed=0):
     """A state with averages after some steps."""
     state = build(seed)
-    state.parts["ema"] = Average(state.model, 0.9)
+    state.ema = Average(state.model, 0.9)
     state.global_batch = 32
     for _ in range(3):
         state.model(torch.randn(8, 4)).square().mean().backward()
         state.optimizer.step()
-        state.parts["ema"].after_step()
+        state.ema.after_step()
     state.best = {"epoch": 1, "top1": 50.0, "top5": 90.0, "ema": 1}
     return state
 
@@ -68,14 +64,14 @@ def test_averages_of_a_snapshot_are_restored_if_they_fit(tmp_path):
     path, old, new = tmp_path / "snapshot.pt", averaged(), build(seed=2)
     new.global_batch = 32
     save_snapshot(build(seed=1), tmp_path, OPTIONS)
-    resume(new, Namespace(**vars(ARGS) | {"ema": 0.9}), path)
-    ema = new.parts["ema"]
+    resume(new, Options(**vars(ARGS) | {"ema": 0.9}), path)
+    ema = new.ema
     assert ema.steps == 0
     assert same(ema.averages, {n: new.model.state_dict()[n] for n in ema.averages})
     save_snapshot(old, tmp_path, OPTIONS)
     resume(new, ARGS, path)
     assert ema.steps == 3
-    assert same(ema.averages, old.parts["ema"].averages)
+    assert same(ema.averages, old.ema.averages)
     content = read_checkpoint(path)
     for averages, message in (([], "does not fit this program"), ({}, "of another model")):
         content["ema"]["model"] = averages
@@ -87,7 +83,7 @@ def test_averages_of_a_snapshot_are_restored_if_they_fit(tmp_path):
 def test_best_pt_has_the_averages_where_they_are_better(tmp_path):
     state = averaged()
     own = state.model.state_dict()
-    for weights, expected in (("ema", own | state.parts["ema"].averages), ("model", own)):
+    for weights, expected in (("ema", own | state.ema.averages), ("model", own)):
         state.best["ema"] = int(weights == "ema")
         save_best(state, tmp_path, "tiny", CLASSES)
         best = read_checkpoint(tmp_path / "best.pt")
@@ -120,17 +116,3 @@ def test_the_better_one_counts():
             assert now[::2] == best[::2]
             assert best[1] is None or now[1] == best[1]
             assert state.best["top5"] == (91 if state.best["ema"] else 90)
-
-
-def test_flips_are_the_mean_of_two_views():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(48, 3))
-    parts = [(torch.randn(n, 3, 4, 4), torch.arange(n) % 3) for n in (6, 3)]
-    batches = MagicMock(**{"__iter__.return_value": parts, "bad.too_many": False})
-    batches.sampler = SimpleNamespace(rounds=2, images=9)
-    session = MagicMock(args=SimpleNamespace(val_flip=True), world=WORLD, stop=None)
-    session.state.parts, session.state.model, session.state.sharded = {}, model, False
-    measured = epoch.evaluate(session, model, batches)
-    images, targets = (torch.cat(part) for part in zip(*parts, strict=True))
-    logits = (model(images) + model(images.flip(3))) / 2
-    assert measured["Loss/val"] == pytest.approx(F.cross_entropy(logits, targets).item(), rel=1e-6)

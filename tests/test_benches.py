@@ -15,14 +15,14 @@ import gpu_report
 import pytest
 import torch
 from batches import noise_index
+from bench import steps
 from conftest import ROOT, python
 from gpu_report import Part
 from nodes import need
 from running import STAND_IN, Running, eventually, wait_for_group
 
-from utils.errors import UserError
-from utils.extras import dummy
-from utils.world import World
+from utils.start.errors import UserError
+from utils.start.world import World
 
 SMALL = ("-a", "tiny_full", "-b", "4", "--image-size", "32")
 
@@ -42,14 +42,16 @@ def options(*line):
 
 def test_a_case_is_a_loop_and_additions():
     for case, words in (
-        ("ddp+bf16+comm=int8+x2", "nproc_per_node=2 ddp.py {} --amp bf16 --comm=int8 --lr 0.001"),
-        ("nd+compile", "python nd.py {} --compile default --lr 0.001"),
-        ("O2", "nproc_per_node=1 ddp_apex.py {} --opt-level O2 --lr 0.001"),
+        ("ddp+bf16+comm=int8+x2", "nproc_per_node=2 STEP_ddp {} --amp bf16 --comm=int8 --lr 0.001"),
+        ("nd+compile", "python STEP_nd {} --compile default --lr 0.001"),
+        ("O2", "nproc_per_node=1 STEP_ddp_apex {} --opt-level O2 --lr 0.001"),
         ("examples+channels_last", "python peer_loops.py examples {} --channels-last"),
     ):
         line = " ".join(bench_step.command(case, options(), Path("out")))
         line = re.sub(r"\S+/(imagenet_)?|.* --(?=nproc)| --output.*", "", line)
-        assert re.sub(r"^python\S*", "python", line) == words.format(" ".join(SMALL))
+        assert re.sub(r"^python\S*", "python", line) == words.format(" ".join(SMALL)).replace(
+            "STEP", "time_step.py imagenet"
+        )
     for case, message in (
         ("nd,", "'' is not one of nd, dp"),
         ("nd+", "cannot be combined with ''"),
@@ -118,7 +120,7 @@ def test_a_step_is_timed_without_those_that_warm_up(monkeypatch):
 
     monkeypatch.setattr(time, "perf_counter", lambda: now[-1])
     monkeypatch.setattr(time, "process_time", lambda: now[-1] / 2)
-    figures = dummy.time_steps(step, World(torch.device("cpu")), 2, 4)
+    figures = steps.time_steps(step, World(torch.device("cpu")), 2, 4)
     assert len(now) == 1 + 2 + 4
     assert figures.pop("peak_memory_bytes") > 1e6
     assert figures.pop("network_mb_per_step") >= 0
@@ -197,17 +199,15 @@ def test_methods_are_compared_with_one_node_and_with_the_first_method(monkeypatc
     sent = {"alone": [0] * 3, "fp32": [50, 52, 51], "int8": [13] * 3}
 
     def run(commands, seconds, advice, **how):
-        ((_, script, dummy, *words),) = commands
+        ((_, script, mode, *words),) = commands
         given = dict(zip(words[::2], words[1::2], strict=False))
-        assert (Path(script).name, dummy, given["--rank"]) == ("imagenet_ddp.py", "--dummy", rank)
+        assert (Path(script).name, mode) == ("time_step.py", "imagenet_ddp")
+        assert given["--node-rank"] == rank
         assert (given["--dist-url"], given["-b"]) == ("tcp://10.0.0.1:29555", "8")
-        method = given["--comm"] if given["--world-size"] == "2" else "alone"
+        method = given["--comm"] if given["--nodes"] == "2" else "alone"
         ms, mb = took[method].pop(0), sent[method].pop(0)
         figures = {"ms_per_step": ms, "images_per_s": 1000 / ms, "network_mb_per_step": mb}
-        case = Path(given["--output-dir"], given["--name"])
-        case.mkdir(parents=True)
-        (case / "summary.json").write_text(json.dumps(figures))
-        return [""]
+        return ["a line\n" + json.dumps(figures)]
 
     monkeypatch.setattr(bench_network.commands, "run", run)
     line = ["--methods", "fp32,int8", "--master", "10.0.0.1", "--rank", rank, "--", "-b", "8"]

@@ -11,7 +11,7 @@ import torch
 from conftest import ROOT, draw_folder, environment, python, summary
 from torchvision.models import get_model
 
-from utils import models
+from utils.model import blocks, models
 
 EVALUATE = """
 from torch.nn.functional import cross_entropy
@@ -51,10 +51,14 @@ def evaluated(best: Path, images: Path) -> dict[str, float]:
     """Loss and top-1 by the lines of README.md that load a best model, without this repository."""
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert "runs/NAME/best.pt" in code
-    code = "import json, sys\n" + code.replace("runs/NAME/best.pt", str(best)) + EVALUATE
+    photo = next(images.glob("*/*"))
+    code = code.replace("runs/NAME/best.pt", str(best)).replace("photo.jpg", str(photo))
+    code = f"import json, sys\n{code}{EVALUATE}"
     words = [sys.executable, "-I", "-c", code, images]
     how = {"env": environment(), "cwd": best.parent, "capture_output": True}
-    return json.loads(subprocess.run(words, check=True, **how).stdout)
+    prediction, results = subprocess.run(words, check=True, **how).stdout.splitlines()
+    assert re.fullmatch(rb"class_[012] \d+%", prediction)
+    return json.loads(results)
 
 
 @pytest.mark.parametrize("arch", FAMILY_NAMES)
@@ -81,7 +85,7 @@ def test_the_constructor_gets_what_it_needs(arch):
 def test_a_checkpoint_scales_the_input_as_its_model_did():
     """As GoogLeNet's published weights expect; without --pretrained it would not."""
     model = models.create("googlenet", 3, 32)
-    models.scale_input_as(
+    blocks.scale_input_as(
         {"model_args": {**model.constructor_args, "transform_input": True}}, model
     )
     assert model.transform_input

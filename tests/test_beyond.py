@@ -5,14 +5,13 @@ import re
 import sys
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, python
 
-from utils.errors import UserError
+from utils.start.errors import UserError
 
 sys.path += [str(ROOT / "scripts/ssh"), str(ROOT / "scripts/examples")]
 import hivemind_train
 import launcher
-import ray_train
 
 DDP = ["imagenet_ddp.py", "-a", "resnet50", "DATA"]
 HOSTS = "# two\nu@a slots=2 # one\n\nb ip=10.0.0.2  slots=2 runs=/r\n"
@@ -46,7 +45,6 @@ ELASTIC = "-- imagenet_ddp.py --name a"
         ("launcher", "FILE -- imagenet_nd.py", "a\nb", "one node"),
         ("launcher", f"FILE --elastic 2:1 {ELASTIC}", "a", "MIN:MAX"),
         ("launcher", "FILE --env NOT_SET -- imagenet_ddp.py", "a", "NOT_SET has no value"),
-        ("ray_train", "--nodes 2 -- imagenet_ddp.py --name a DATA", "", "pip install ray"),
         ("hivemind_train", "FILE", "", "pip install hivemind"),
     ],
 )
@@ -55,8 +53,7 @@ def test_errors_before_a_node_is_reached(
 ):
     (tmp_path / "hosts").write_text(hosts)
     monkeypatch.setattr(launcher.Job, "run", None)  # a line that is not refused fails at once
-    monkeypatch.setattr(ray_train, "ray", None)
-    monkeypatch.setattr(hivemind_train, "hivemind", None)
+    monkeypatch.setattr(hivemind_train, "find_spec", lambda _: None)
     place = tmp_path if program == "hivemind_train" else tmp_path / "hosts"
     monkeypatch.setattr(sys, "argv", [program, *words.replace("FILE", str(place)).split()])
     with pytest.raises((UserError, SystemExit)) as ended:
@@ -65,3 +62,10 @@ def test_errors_before_a_node_is_reached(
     assert getattr(ended.value, "code", 2) == 2
     assert said.strip().count("\n") <= 1, said  # argparse shows how to call it first
     assert re.search(named, said)
+
+
+def test_without_ray_its_example_says_what_to_install(tmp_path):
+    (tmp_path / "ray.py").write_text("raise ImportError('No module named ray')")
+    line = ("--workers", "2", "--", "imagenet_ddp.py", "--name", "a", "DATA")
+    done = python("scripts/examples/ray_train.py", *line, PYTHONPATH=str(tmp_path))
+    done.fails_with("No module named ray", 'pip install "ray[train]"')

@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 from joined import in_processes
 
-from utils import launch, world
-from utils.errors import UserError
-from utils.extras import gpu_check, preflight
+from utils.start import gpu_check, launch, preflight, world
+from utils.start.errors import UserError
 
 MASTER = {"MASTER_ADDR": "b", "MASTER_PORT": "8"}
 VARIABLES = ("WORLD_SIZE", "NODE_RANK", "MASTER_PORT")
@@ -52,6 +51,7 @@ def run(line: str, env: dict[str, str], visible: int) -> list[dict]:
 
 LINE = "-n 2 -nr 1 --dist-url tcp://a:6 -g 2"
 ELSEWHERE = MASTER | {"WORLD_SIZE": "9", "NODE_RANK": "5"}
+BY_OPERATOR = MASTER | {"WORLD_SIZE": "2", "RANK": "1"}  # of Kubernetes, which counts pods
 DEFAULT_PORT = {"WORLD_SIZE": "2", "NODE_RANK": "1", "MASTER_ADDR": "b"}
 
 
@@ -63,6 +63,9 @@ DEFAULT_PORT = {"WORLD_SIZE": "2", "NODE_RANK": "1", "MASTER_ADDR": "b"}
         ("--dist-url tcp://a:6", MASTER, 1, "0/1 0/1 a:6", 1),
         (LINE, ELSEWHERE, 0, "2/4 0/2 a:6, 3/4 1/2 a:6", 2),
         ("", DEFAULT_PORT, 2, "2/4 0/2 b:29500, 3/4 1/2 b:29500", 2),
+        ("", DEFAULT_PORT | {"RANK": "0"}, 2, "2/4 0/2 b:29500, 3/4 1/2 b:29500", 2),
+        ("", BY_OPERATOR, 2, "2/4 0/2 b:8, 3/4 1/2 b:8", 2),
+        ("", BY_OPERATOR | {"WORLD_SIZE": "1"}, 1, "0/1 0/1 127.0.0.1:7", 1),
         ("--world-size 2 --rank 1", MASTER, 2, "2/4 0/2 b:8, 3/4 1/2 b:8", 2),
     ],
 )
@@ -81,7 +84,7 @@ def test_places_by_hand(clean, line, env, visible, places, nodes):
     ("line", "env", "words"),
     [
         ("-g 3", {}, "-g 3 is too large: GPUs of this node: 2"),
-        ("-n 2 -nr 2", MASTER, "--rank 2 is not one of the node ranks 0 to 1"),
+        ("-n 2 -nr 2", MASTER, "--node-rank 2 is not one of the node ranks 0 to 1"),
         ("", {"WORLD_SIZE": "2"}, "--dist-url tcp://IP:PORT"),
         ("-n 2", MASTER | {"MASTER_PORT": "99999"}, "MASTER_PORT=99999 is wrong: "),
         ("-n 2", MASTER | {"MASTER_ADDR": ""}, "2 nodes need the address of node 0"),
@@ -99,7 +102,7 @@ def join(patch, visible: int, calls: mock.Mock, sync_bn: bool) -> world.World:
     """Join the job that the environment names; ``calls`` notes what it calls."""
     patch.setattr(torch.cuda, "is_available", lambda: visible > 0)
     patch.setattr(torch.cuda, "device_count", lambda: visible)
-    patch.setattr(launch, "usable_cores", lambda: 6)
+    patch.setattr(world, "usable_cores", lambda: 6)
     patch.setattr(preflight, "interface_towards", {"b": "eth7"}.get)
     patch.setattr(torch, "set_num_threads", calls.set_num_threads)
     patch.setattr(torch.cuda, "set_device", calls.set_device)
@@ -120,11 +123,12 @@ def test_a_process_joins_by_its_own_device_threads_interface_and_limit(clean, no
     assert joined == world.World(device, rank, size, 1, 2, nodes, calls.new_group.return_value)
     gpu = [mock.call.set_device(device), mock.call.choose_kernels(device)]
     backend = "nccl" if visible else "gloo"
+    longer = world.timedelta(seconds=13.5 if visible else 9)  # NCCL ends without a good message
     assert calls.mock_calls == [
         *(gpu if visible else [mock.call.set_num_threads(3)]),
         mock.call.connect("b", 8, 9.0),
         mock.call.connect().close(),
-        mock.call.init_process_group(backend, rank=rank, world_size=size, timeout=limit),
+        mock.call.init_process_group(backend, rank=rank, world_size=size, timeout=longer),
         mock.call.new_group(backend="gloo", timeout=limit),
     ]
     assert os.environ["GLOO_SOCKET_IFNAME"] == ("eth7" if nodes > 1 else "lo")
@@ -184,7 +188,7 @@ class Built(Exception):
 def _ends(lines: list[tuple], folder: Path, rank: int, size: int) -> list[str]:
     """How rank ``rank`` of two nodes ends on each of ``lines`` (the words of each rank)."""
     import imagenet_ddp as script
-    from utils import models
+    from utils.model import models
 
     results: list[str] = []
     os.environ.update(LAUNCHED, RANK=str(rank), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
@@ -227,3 +231,17 @@ def test_what_differs_ends_every_node_with_one_error(folder, tmp_path):
         assert end.startswith(f"2 {message.format(*nodes)}" if message else "built"), end
     noted = "note: --name differs between the nodes: a on {}, b on {}".format(*nodes)
     assert noted in results[0][-1] and noted not in results[1][-1]
+
+
+@pytest.mark.parametrize(
+    ("message", "is_lost"),
+    [
+        ("Application timeout caused pair closure", True),
+        ("[/pytorch/gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:1", True),
+        ("Timed out waiting 9000ms for recv operation to complete", True),
+        ("NCCL communicator was aborted on rank 0", True),
+        ("mat1 and mat2 shapes cannot be multiplied", False),
+    ],
+)
+def test_messages_of_a_lost_peer(message, is_lost):
+    assert world.is_lost_peer(RuntimeError(message)) == is_lost

@@ -4,28 +4,33 @@ import io
 import logging
 import os
 import pickle
+import re
 import signal
 import sys
 from argparse import Namespace
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from running import same
 from torch import nn
 
-from utils.atomic import read_checkpoint
-from utils.errors import UserError
-from utils.extras.o2 import LossScaler
-from utils.optim import sgd
-from utils.resume import load
-from utils.snapshots import TrainState, best_of, snapshot_of, write
-from utils.world import World
+from utils.data.preprocessing import Preprocessing
+from utils.model.o2 import LossScaler
+from utils.model.optim import sgd
+from utils.model.options import SCHEDULES
+from utils.run.resume import load
+from utils.run.snapshots import TrainState, best_of, snapshot_of, write
+from utils.start.atomic import read_checkpoint
+from utils.start.errors import UserError
+from utils.start.option_types import Options
+from utils.start.world import World
 
 CPU = torch.device("cpu")
 CLASSES = ["a", "b", "c"]
 WORLD = World(CPU)
-ARGS = Namespace(arch="tiny", evaluate=False, start_epoch=None, ema=None)
+ARGS = Options(arch="tiny", evaluate=False, start_epoch=None, ema=None)
 OPTIONS = {"arch": "tiny", "lr": 0.1}
 
 
@@ -96,9 +101,19 @@ def test_position_moves_to_another_global_batch(tmp_path):
         resumed(tmp_path, ours(), batch=80)
 
 
+def test_a_restart_on_other_nodes_counts_each_image_once(tmp_path, monkeypatch):
+    """It continues at the step before; sums of the epoch and of the last line keep their means."""
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    before = replace(trained(), printed=[3.0, 2.0, 1.0, 96.0])
+    state, _ = resumed(tmp_path, ours(before), batch=25)
+    assert state.step == 7  # of 192 images 175
+    for now, then in ((state.sums, before.sums), (state.printed, before.printed)):
+        assert now == pytest.approx([value * 175 / 192 for value in then])
+
+
 def test_evaluation_loads_the_weights_alone(tmp_path):
     """Whatever the options, of which some could not be changed in training."""
-    now = Namespace(**vars(ARGS) | {"evaluate": True, "seed": 1})
+    now = Options(**vars(ARGS) | {"evaluate": True, "seed": 1})
     state, is_ours = resumed(tmp_path, ours(options=SAVED), now)
     assert not is_ours
     assert same_weights(state, trained())
@@ -111,15 +126,24 @@ def test_harmless_changes_are_logged(tmp_path, logged, monkeypatch):
     saved = {"arch": "tiny", "epochs": 2, "lr": 0.1, "workers": 1, "name": "a"}
     saved["command"] = "imagenet_ddp.py --lr 0.1 DATA"
     monkeypatch.setattr(sys, "argv", ["/code/imagenet_fsdp.py"])
-    now = Namespace(**vars(ARGS) | {"epochs": 3, "lr": 0.01, "workers": 2, "name": "b"})
+    now = Options(**vars(ARGS) | {"epochs": 3, "lr": 0.01, "workers": 2, "name": "b"})
     assert resumed(tmp_path, ours(options=saved), now, batch=16)[1]
     changes = "the script is imagenet_fsdp.py (was imagenet_ddp.py), "
     changes += "the global batch is 16 (was 32), --epochs 3 (was 2), --lr 0.01 (was 0.1), "
     changes += "--workers 2 (was 1)"
     assert logged == [f"changed since the snapshot: {changes}"]
-    for more in ({"lr_schedule": "cosine"}, {"progressive": "96,128"}):
+    schedules = [{"lr_schedule": name} for name in SCHEDULES if name not in ("step", "constant")]
+    for more in (*schedules, {"progressive": "96,128"}):
         with pytest.raises(UserError, match="was made with --epochs 2: use"):
-            resumed(tmp_path, ours(options=saved | more), Namespace(**vars(now) | more))
+            resumed(tmp_path, ours(options=saved | more), Options(**vars(now) | more))
+
+
+def test_options_that_have_new_names_are_compared(tmp_path, logged):
+    """A snapshot of an earlier version."""
+    saved = {"arch": "tiny", "world_size": 2, "rank": 1, "desired_acc": 75.0}
+    now = Options(**vars(ARGS) | {"nodes": 1, "node_rank": 0, "target_top1": 75.0})
+    assert resumed(tmp_path, ours(options=saved), now)[1]
+    assert logged == ["changed since the snapshot: --nodes 1 (was 2)"]
 
 
 # ---- formats of others
@@ -172,7 +196,7 @@ def test_of_files_of_other_programs_the_weights_are_loaded(tmp_path, logged, pro
 # ---- files that do not fit, are damaged, or are malicious
 
 FIXED = {"seed": 5, "lr_schedule": "cosine", "warmup_epochs": 1, "progressive": "96,128"}
-FIXED |= {"repeated_aug": 2, "optimizer": "adamw", "wd_norm": 0.5, "freeze": True}
+FIXED |= {"optimizer": "adamw", "wd_norm": 0.5, "freeze": True}
 SAVED = OPTIONS | dict.fromkeys(FIXED, 0) | {"epochs": 2}
 SHORT = trained().optimizer.state_dict()
 SHORT["state"][1]["momentum_buffer"] = torch.zeros(2)
@@ -187,6 +211,13 @@ UNFIT = [  # part of a snapshot, what stands there, words of the message
     ("optimizer", SHORT, "the optimizer state in .*of another model"),
     ("progress", {}, "does not fit this program"),
     ("options", None, "does not fit this program"),
+    ("progress", [1], r"does not fit this program .its progress is .1."),
+    ("progress", {"epoch": "3"}, r"does not fit this program .its epoch is '3'"),
+    ("progress", {"step": 1.5}, r"does not fit this program .its step is 1.5"),
+    ("progress", {"history": [{"Loss/val": "low"}]}, "does not fit this program .its history is"),
+    ("progress", {"sums": [1.0, 2.0]}, r"does not fit this program .its sums is"),
+    ("classes", 3, r"does not fit this program .its classes is 3"),
+    ("arch", 18, r"does not fit this program .its arch is 18"),
     ("options", "missing", r"does not fit this program .KeyError.'options'"),
 ]
 
@@ -198,7 +229,7 @@ def test_a_file_that_does_not_fit_is_one_message(tmp_path, part, value, message)
     if value == "missing":
         del content[part]
     with pytest.raises(UserError, match=message) as error:
-        resumed(tmp_path, content, Namespace(**vars(ARGS) | SAVED), classes=CLASSES)
+        resumed(tmp_path, content, Options(**vars(ARGS) | SAVED), classes=CLASSES)
     assert "\n" not in str(error.value) and len(str(error.value)) < 700
 
 
@@ -226,6 +257,12 @@ class Malicious:
 
 MALICIOUS = {"state_dict": {}, "args": Malicious()}
 UNREADABLE |= {"code": bytes_of(MALICIOUS), "code in a pickle": pickle.dumps(MALICIOUS, 2)}
+UNREADABLE |= {"an array": bytes_of({"state_dict": {"w": np.zeros(3)}})}
+NAMED = {
+    "code": r"posix\.mkdir",
+    "code in a pickle": r"posix\.mkdir",
+    "an array": r"numpy\.\S*_reconstruct",
+}
 
 
 @pytest.mark.parametrize("kind", UNREADABLE)
@@ -234,10 +271,68 @@ def test_a_file_that_is_no_checkpoint_is_one_clear_message(tmp_path, monkeypatch
     path = tmp_path / "snapshot.pt"
     path.write_bytes(UNREADABLE[kind])
     words = r"snapshot\.pt is not a checkpoint: it is damaged, .* \(code .* is never run\)"
+    if kind in NAMED:
+        words = rf"snapshot\.pt contains {NAMED[kind]}, which is not loaded, as it could run code"
     with pytest.raises(UserError, match=words):
         read_checkpoint(path)
     assert not recwarn.list
     assert [*tmp_path.iterdir()] == [path]
+
+
+def test_numbers_of_numpy_are_loaded(tmp_path):
+    """As in a file with the best accuracy that a program has computed by NumPy."""
+    values = [np.float64(61.5), np.int64(3), np.float32(0.5), np.bool_(True), np.str_("a")]
+    torch.save({"state_dict": {}, "best": values}, tmp_path / "file.pt")
+    assert read_checkpoint(tmp_path / "file.pt")["best"] == values
+
+
+WRONG = {"mean": [0.5], "std": [1, 0, 1], "interpolation": "cubic", "image_size": "x"}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_preprocessing_in_a_checkpoint_is_one_message(name):
+    with pytest.raises(UserError, match=r"best\.pt has unknown preprocessing: .*"):
+        Preprocessing.from_dict(Preprocessing().as_dict() | {name: WRONG[name]}, "best.pt")
+
+
+FOLDER = ["60 images in 3 classes (0123abcd)", "1111"]
+CHANGED_DATA = {  # in train, in val; words of the note
+    "added": ("61 images in 3 classes (0)", None, "DATA/train has 61 images in 3 classes .was 60"),
+    "renamed": (
+        "60 images in 3 classes (0)",
+        None,
+        "DATA/train has 60 .* as before, but other names of files",
+    ),
+    "replaced": (None, None, "DATA/train has files of other sizes under the same names"),
+    "validation": (FOLDER[0], "9 images in 3 classes (0)", r"DATA/val has 9 .* .was 60 images"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGED_DATA)
+def test_other_data_than_those_of_the_snapshot_are_named(tmp_path, logged, change):
+    """In the middle of an epoch other training images are an error, as their order is another."""
+    train, val, words = CHANGED_DATA[change]
+    state = replace(trained(), data={"train": FOLDER, "val": FOLDER, "test": FOLDER})
+    at_end, middle = (ours(replace(state, step=step)) for step in (0, 6))
+    sizes = FOLDER[1] if train else "2222"
+    new = {"train": [train or FOLDER[0], sizes], "val": [val or FOLDER[0], FOLDER[1]]}
+
+    def again(content, now):
+        torch.save(content, tmp_path / "snapshot.pt")
+        state = replace(build(seed=1), global_batch=32, data=now)
+        resume(state, ARGS, tmp_path / "snapshot.pt")
+
+    again(at_end, new)
+    assert len(logged) == 1 and re.search(f"changed since the snapshot: {words}", logged[0])
+    if change in ("added", "renamed"):
+        with pytest.raises(UserError, match=f"{words}.* begin epoch 3 again with --start-epoch 2"):
+            again(middle, new)
+    else:
+        again(middle, new)
+    logged.clear()
+    again(middle, state.data)
+    again({name: x for name, x in middle.items() if name != "data"}, new)  # of an older version
+    assert not logged
 
 
 def test_a_missing_file_or_a_pipe_is_one_message(tmp_path):

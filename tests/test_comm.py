@@ -3,6 +3,7 @@
 import copy
 import functools
 import itertools
+import re
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -15,74 +16,36 @@ from joined import in_processes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from utils import addons
-from utils.errors import UserError
-from utils.extras import compress
-from utils.extras.compress import OrderedCollectives, PowerSGD, Quantised
+from utils.model import compress
+from utils.model.compress import OrderedCollectives, Quantised
 from utils.report import ring_bytes
-from utils.world import World, form_buckets
+from utils.start.errors import UserError
+from utils.start.world import World, form_buckets
 
-CPU, STEP = torch.device("cpu"), (0, 0, 0)
+CPU = torch.device("cpu")
 # Methods, and how far from the exact weights they end, as a share of the way from the start.
-NEAR = {"fp32": 0, "fp16": 0.01, "bf16": 0.05, "int8": 0.05, "int4": 0.5, "powersgd:2": 0.9}
+NEAR = {"fp32": 0, "fp16": 0.01, "bf16": 0.05, "int8": 0.05, "int4": 0.5}
 
 
 # ---- names and bytes
 
 
-def test_an_unknown_method_is_refused(parse, tmp_path):
-    for name in ("int7", "fp16:2", "powersgd:0", "powersgd:x"):
-        with pytest.raises(UserError, match=rf"unknown method {name}: .*powersgd\[:RANK\]"):
+def test_an_unknown_method_is_refused(parse, tmp_path, capsys):
+    for name in ("int7", "fp16:2"):
+        with pytest.raises(SystemExit):
             parse("imagenet_ddp", "--comm", name, tmp_path)
-    with pytest.raises(UserError, match=r"--comm auto was removed: .*bench_network\.py"):
-        parse("imagenet_ddp", "--comm", "auto", tmp_path)
+        assert re.search(f"invalid choice: '{name}'.*fp32.*int4", capsys.readouterr().err)
+    for name, advice in (("auto", r"bench_network\.py"), ("powersgd:4", "--comm int4")):
+        with pytest.raises(UserError, match=rf"--comm \w+ was removed: .*{advice}"):
+            parse("imagenet_ddp", "--comm", name, tmp_path)
 
 
 def test_bytes_that_travel():
-    shapes = [(1000, 10, 10), (100,), (6, 6)]
-    for name, values in (
-        ("fp32", 4 * 100_136),
-        ("bf16", 2 * 100_136),
-        ("int8", (1 + 4 / 256) * 100_136),
-        ("int4", (1 / 2 + 4 / 128) * 100_136),
-        ("powersgd:2", 4 * (2 * 1100 + 136)),  # the small matrix would be no smaller as factors
-    ):
-        assert compress.wire_bytes(shapes, compress.parse(name)) == pytest.approx(values)
+    for name, each in (("fp32", 4), ("bf16", 2), ("int8", 1 + 4 / 256), ("int4", 1 / 2 + 4 / 128)):
+        size = compress.wire_bytes(100_136, compress.parse(name))
+        assert size == pytest.approx(each * 100_136)
     # A ring: each process sends all but its own part, twice.
     assert [ring_bytes(120, n) for n in (1, 2, 3, 4, 8)] == [0, 120, 160, 180, 210]
-
-
-# ---- the arithmetic alone, in one process
-
-
-def test_powersgd_gets_over_an_overflow_and_a_changed_loss_scale(process_group):
-    """Errors are kept in units of the unscaled gradient; a bad step leaves no trace in them."""
-    scale = [1.0]
-    scaled = PowerSGD(2, dist.group.WORLD, scale=lambda one: one * scale[0])
-    plain = PowerSGD(2, dist.group.WORLD)
-    gradient = torch.randn(40, 60, generator=torch.Generator().manual_seed(0))
-    for factor, overflow in ((1024.0, 0.0), (1024.0, torch.inf), (1024.0, 0.0), (256.0, 0.0)):
-        scale[0] = factor
-        one, other = gradient * factor, gradient.clone()
-        one[3, 3] += overflow
-        scaled.mean([(0, one)], STEP)
-        if overflow:
-            assert not torch.isfinite(one).all()  # so that the step is skipped
-            continue
-        plain.mean([(0, other)], STEP)
-        torch.testing.assert_close(one / factor, other, rtol=1e-3, atol=1e-4)
-
-
-def test_powersgd_sends_in_the_end_what_it_left_out(process_group):
-    """Error feedback: the sum of many means of one gradient is that gradient as often."""
-    method, gradient = PowerSGD(2, dist.group.WORLD), torch.randn(40, 60)
-    total = torch.zeros_like(gradient)
-    for _ in range(60):
-        one = gradient.clone()
-        method.mean([(0, one)], STEP)
-        total += one
-    assert (total / 60 - gradient).norm() < 0.3 * gradient.norm()
-    assert (one - gradient).norm() > 0.5 * gradient.norm()  # each alone is far off
 
 
 # ---- which method is best
@@ -128,7 +91,6 @@ def _means(rank: int, size: int) -> dict[str, list]:
     for name, method, rounds in (
         ("int8", Quantised(8, world), 40),
         ("int4", Quantised(4, world), 40),
-        ("powersgd", PowerSGD(400, world), 1),  # more than any matrix has: as they are
     ):
         errors = []
         for number in range(rounds):
@@ -136,10 +98,6 @@ def _means(rank: int, size: int) -> dict[str, list]:
             method.mean([*enumerate(mine)], (5, 1, number))
             errors.append([one - mean for one, mean in zip(mine, exact, strict=True)])
         by_method[name] = [torch.stack(same).numpy() for same in zip(*errors, strict=True)]
-    product = exact[0][:, :1] @ torch.ones(1, 129)  # nothing is left out of it
-    mine = product * (rank + 1)
-    PowerSGD(4, world).mean([(0, mine)], STEP)
-    by_method["powersgd"].append((mine - product * (size + 1) / 2).numpy())
     return by_method
 
 
@@ -162,7 +120,6 @@ def test_means_are_near_the_exact_ones_on_average_equal_and_the_same_everywhere(
         assert large.std() < deviation  # more if rounded by equal numbers
         assert abs(single).max() < 1e-3
         assert not zeros.any()
-    assert all(abs(error).max() < 1e-5 for error in by_method[0]["powersgd"])
 
 
 class Training:
@@ -180,7 +137,7 @@ class Training:
         args = SimpleNamespace(comm=comm, seed=3, image_size=8, evaluate=False)
         form_buckets(self.replica, world, args)
         plain = Mock(**{"state_dict.return_value": {}})
-        self.exchange = addons.exchange(self.replica, args, world, self.scaler) or plain
+        self.exchange = compress.exchange(self.replica, args, world) or plain
 
     def step(self, number: int, factor: float = 1.0) -> None:
         """One step; its loss is multiplied by ``factor``."""
@@ -211,7 +168,7 @@ def _resumes(rank: int, size: int) -> dict[str, Any]:
     world, by_method = world_of(rank, size, size // 2), {}
     for comm in NEAR:
         first, second = Training(comm, world), Training(comm, world)
-        first.exchange.start_at(0, 0, STEPS // 2, 2)
+        first.exchange.start_at(0, 0, STEPS // 2)
         weights = [first.weights()]
         for number in range(STEPS):
             factor = torch.inf if number == BAD and rank == 1 else 1.0
@@ -223,7 +180,7 @@ def _resumes(rank: int, size: int) -> dict[str, Any]:
                 second.replica.load_state_dict(model)
                 second.optimizer.load_state_dict(momentum)
                 second.exchange.load_state_dict(saved)
-                second.exchange.start_at(1, STOP - STEPS // 2, STEPS // 2, 2)
+                second.exchange.start_at(1, STOP - STEPS // 2, STEPS // 2)
             if number >= STOP:
                 second.step(number, factor)
             first.step(number, factor)
@@ -231,7 +188,7 @@ def _resumes(rank: int, size: int) -> dict[str, Any]:
         assert first.scaler.get_scale() == second.scaler.get_scale() == 512
         by_method[comm] = [one.numpy() for one in (*weights, second.weights())]
     again, rounded = Training("int8", world, scaled=False), []
-    again.exchange.start_at(0, 0, STEPS, 1)
+    again.exchange.start_at(0, 0, STEPS)
     for _ in range(2):  # equal gradients are not rounded by equal numbers
         again.optimizer.zero_grad()
         again.replica(gradients(rank)[0][:24, :32].reshape(4, 3, 8, 8)).square().mean().backward()
@@ -254,7 +211,6 @@ def test_weights_stay_equal_in_all_processes_and_resume_exactly():
         assert changes == [number != BAD for number in range(STEPS)], comm
         away = (plain - torch.from_numpy(steps[-1])).norm() / (plain - start).norm()
         assert 0 < away < share or comm == "fp32", comm
-        # powersgd begins after a quarter of the steps.
         same = [bool((a == b).all()) for a, b in zip(steps, by_method[0]["fp32"], strict=False)]
-        equal = {"fp32": STEPS + 1, "powersgd:2": 1 + STEPS // 4}.get(comm, 1)
+        equal = STEPS + 1 if comm == "fp32" else 1
         assert same == [step < equal for step in range(STEPS + 1)], comm

@@ -1,14 +1,19 @@
 """Command lines as people type them; image size, epochs and model made small at their end."""
 
+import importlib
 import json
 import re
+import sys
 from pathlib import Path
 
-import joined
 import pytest
 import torch
 from conftest import ROOT, Result, python, shell, summary
 from running import free_port
+
+from utils.model import models
+from utils.start.errors import UserError
+from utils.start.option_types import Options
 
 # The last of several equal options counts, so these shrink a line without changing its form.
 TINY = "-a shufflenet_v2_x0_5 --image-size 32 -b 5 --workers 0 --epochs 1 --lr 0.01"
@@ -47,27 +52,146 @@ def test_one_line(folder, tmp_path):
 
 @pytest.mark.parametrize(("text", "value"), [("0.75", 75), ("75", 75), ("1", 100)])
 def test_an_accuracy_is_a_share_or_per_cent(folder, parse, text, value):
-    assert parse("imagenet_nd", "--desired-acc", text, folder)["desired_acc"] == value
+    assert parse("imagenet_nd", "--desired-acc", text, folder)["target_top1"] == value
 
 
-def test_dummy_needs_no_data(tmp_path):
-    options = ("--dummy", "--classes", 2, *TINY.split(), "-b", 2, "--output-dir", tmp_path)
-    done = python("imagenet_nd.py", *options, "--name", "timed", IMAGENET_DIR="/nowhere")
-    facts = summary(tmp_path / "timed")
-    assert (done.code, facts["finished_because"]) == (0, "dummy")
-    assert facts["images_per_s"] > 0
-    assert f" {facts['images_per_s']:.1f} images/s" in done.out
+def test_synthetic_images_are_trained_and_evaluated_without_data(tmp_path):
+    """By the usual loop, which resumes; here as 12 and 6 images."""
+    code = (
+        "import runpy; from utils.data import dummy; "
+        "dummy.DUMMY_IMAGES = {'train': 12, 'val': 6, 'test': 3}; "
+        "runpy.run_path('imagenet_nd.py', run_name='__main__')"
+    )
+    where = ("--output-dir", tmp_path, "--name", "run", "--resume", "auto")
+    line = ("-c", code, "--dummy", "--classes", 5, *TINY.split(), "-b", 4, "-j", 1, *where)
+    for epochs in (1, 2):
+        done = python(*line, "--epochs", epochs, IMAGENET_DIR="/nowhere")
+        assert done.code == 0, done.err
+        facts = summary(tmp_path / "run")
+        assert (facts["epochs_done"], facts["val_images"], facts["classes"]) == (epochs, 6, 5)
+    assert "resumed from" in done.out
+    for part, images in (("val", 6), ("test", 3)):
+        done = python(*line, "-e", "--part", part, IMAGENET_DIR="/nowhere")
+        assert f"({images} images)" in done.out
 
 
-@pytest.mark.parametrize("mode", ["nd", "dp", "ddp", "ddp_apex", "fsdp"])
-def test_help_has_groups_defaults_and_examples(mode):
-    done = joined.command(f"imagenet_{mode}", "--help", COLUMNS="200")
-    assert (done.code, done.err) == (0, "")
-    expected = ["data:", "model:", "training:", "run:", "(default: resnet18)"]
-    expected += [f" imagenet_{mode}.py -a "]  # an example
-    expected += ["processes and nodes:"] if mode not in ("nd", "dp") else []
-    expected += ["Apex mixed precision:"] if mode == "ddp_apex" else ["mixed precision:"]
-    assert not [words for words in expected if words not in done.out]
+MODES = ("nd", "dp", "ddp", "ddp_apex", "fsdp")
+
+
+def without_torch(tmp_path: Path, *lines: str, **env: str) -> list[Result]:
+    """What the lines print where each import of torch fails."""
+    (tmp_path / "torch.py").write_text("raise ImportError('it was imported')")
+    path = f"PYTHONPATH={tmp_path}"
+    return shell(*(f"{path} python {line}" for line in lines), **{"IMAGENET_DIR": "/nowhere"} | env)
+
+
+def test_a_command_line_is_answered_before_torch_is_imported(tmp_path):
+    """Which takes seconds. Under torchrun, torch is imported first."""
+    answers = {
+        "--epoch 3": "unknown option --epoch: did you mean --epochs?",
+        "-b 0": "argument -b/--batch-size/--b: 0 is not at least 1",
+        "--recipe fats": "there is no recipe fats",
+        "--part test DATA": "data folder DATA is missing",
+        "": "data folder /nowhere is missing",
+    }
+    for answer, done in zip(
+        answers.values(),
+        without_torch(tmp_path, *(f"imagenet_ddp.py {line}" for line in answers)),
+        strict=True,
+    ):
+        done.fails_with(answer)
+
+
+def test_help_names_what_most_people_need_and_where_the_rest_is(tmp_path):
+    lines = [f"imagenet_{mode}.py {option}" for mode in MODES for option in ("-h", "--help-all")]
+    helps = iter(without_torch(tmp_path, *lines, COLUMNS="80"))
+    for mode, short, whole in zip(MODES, helps, helps, strict=False):
+        by_hand = mode not in ("nd", "dp")
+        for done in (short, whole):
+            assert (done.code, done.err) == (0, "")
+            assert f" imagenet_{mode}.py -a " in done.out, "an example"
+            assert "(default: resnet18)" in done.out
+            assert max(map(len, done.out.splitlines())) <= 80
+            assert ("--gpus" in done.out) == by_hand
+            assert ("--opt-level" in done.out) == (mode == "ddp_apex")
+        options = re.findall(r"^  -\S", short.out, re.MULTILINE)
+        assert 10 <= len(options) <= 18
+        (rest,) = re.findall(r"--help-all prints all options: (.*)\.", short.out.replace("\n", " "))
+        assert ("processes and nodes" in rest) == by_hand
+        for title in rest.split(", "):
+            assert f"\n{title}:\n" in whole.out
+
+
+def test_a_mistyped_option_proposes_only_near_names(parse, capsys, folder):
+    near = {
+        "--epoch": "--epochs",
+        "--learning_rate": "--learning-rate",
+        "--batch": "--batch-size",
+        "-lr": "--lr",
+        "--worker": "--workers",
+        "--weigths": None,
+        "--foo": None,
+        "-x": None,
+        "--optimzer": "--optimizer",
+        "--shuffle": None,
+        "--gpu-id": None,
+    }
+    for typed, name in near.items():
+        with pytest.raises(SystemExit):
+            parse("imagenet_nd", typed, "1", folder)
+        printed = capsys.readouterr().err
+        assert f"unknown option {typed}" in printed
+        assert re.findall(r"did you mean (\S+)\?", printed) == ([name] if name else [])
+
+
+def test_timm_is_imported_for_its_own_models_alone(parse, folder, monkeypatch):
+    """It takes seconds."""
+    monkeypatch.setitem(sys.modules, "timm", None)  # an import fails
+    monkeypatch.delitem(sys.modules, "utils.model.timm_models", raising=False)
+    monkeypatch.delattr("utils.model.timm_models", raising=False)
+    assert parse("imagenet_nd", "-a", "resnet50", "--pretrained", "-b", 1, folder)
+    assert models.create("resnet18", 3, 32)
+    with pytest.raises(UserError, match="pip install timm"):
+        parse("imagenet_nd", "-a", "tiny_plain", folder)
+
+
+# Options are frozen. A new option replaces an old one, or its commit says who needs it: people read
+# all of them. Add its longest name here, and delete the other's.
+EVERYWHERE = """
+    accum-steps activation-checkpointing arch audit auto-augment batch-size best-by betas
+    channels-last classes clip-grad compile crop-scale cutmix DATA dummy ema epochs evaluate
+    find-batch freeze global-batch help help-all image-size label-smoothing learning-rate
+    lr-scaling lr-schedule max-bad-files mixup momentum name optimizer output-dir part
+    pretrained print-freq profile progressive random-erasing recipe resume seed snapshot-minutes
+    spot-notice start-epoch store target-top1 tracker train-time val-image-size val-resize-size
+    warmup-epochs wd-norm weight-decay workers"""
+NODES = " dist-backend dist-timeout dist-url gpus local-rank node-rank nodes sync-bn"
+OPTIONS = {
+    "nd": "amp",
+    "dp": "amp",
+    "ddp": "amp comm" + NODES,
+    "fsdp": "amp reshard" + NODES,
+    "ddp_apex": "amp-impl keep-batchnorm-fp32 loss-scale opt-level" + NODES,
+}
+# Options that go: they may be gone already.
+LEAVING = "drop-path zero-init-gamma bucket-mb allreduce"
+LEAVING += " delay-allreduce"
+ALIASES = {"nodes": "world-size", "node-rank": "rank", "target-top1": "desired-acc"}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_options_are_frozen(mode):
+    parser = importlib.import_module(f"imagenet_{mode}").parser()
+    own = {action.metavar or "" for action in parser._actions if not action.option_strings}
+    for action in parser._actions:
+        long = [name[2:] for name in action.option_strings if name.startswith("--")]
+        long = [name for name in long if name not in ALIASES.values() and "_" not in name]
+        own |= {max(long, key=len)} if long else set()
+    own = {name.removeprefix("no-") for name in own}
+    frozen = {*EVERYWHERE.split(), *OPTIONS[mode].split()}
+    assert (own - frozen - {*LEAVING.split()}, frozen - own) == (set(), set())
+    kept = {action.dest for action in parser._actions} - {"help", "local_rank", "==SUPPRESS=="}
+    assert kept <= Options.__annotations__.keys(), "Options is the typed record of all"
 
 
 # ---- several processes
@@ -83,8 +207,8 @@ def test_two_nodes(folder, tmp_path):
     assert not [path for path in (tmp_path / "1").rglob("*") if path.is_file()]
     run = trained(tmp_path / "0", world_size=2, nodes=2, global_batch=10, comm="fp32")
     assert run.name.endswith("gpux2_b5_cpu0_ddp")
-    for result in results:  # nobody sits before a silent terminal
-        assert result.out.count("Epoch 1/1 step ") == 12 // 2
+    for result, steps in zip(results, (12 // 2, 0), strict=True):  # the second says so
+        assert result.out.count("Epoch 1/1 step ") == steps
     (note,) = [text for text in results[0].out.splitlines() if "gloo" in text]
     assert "nccl" in note
     assert "gloo" not in results[1].out

@@ -7,25 +7,26 @@ import re
 
 import compare_runs
 import pytest
+from compare import palette, pictures
 from compare import table as tables
 from event_files import BEGAN, epochs_of, folder_name, note, table, write
 
-from utils.errors import UserError
+from utils.start.errors import UserError
 
 TWO_RUNS_AND_ANOTHER = """
 other cannot be compared with one: it has another model (vgg19, not resnet50) and image size \
 (176, not 224) and data (8 images, not 9 images) and training image sizes (128:160, not 224).
+Accuracy fell with speed: after epoch 4, top-1 is 70.00 % (one) and 60.50 % (two), more than \
+seeds explain, so compare the times to the same accuracy.
 two trained 1.90 times as many images per second as one (95 % efficiency).
 Both reached 60 % top-1: after 2 h (two) and 3 h (one).
-Top-1 after epoch 4, the last of the shortest run: 60.50 % (two) and 70.00 % (one) (the noise is \
-unknown, because the number of images is not recorded).
 Beware: the runs differ in length (4 to 5 epochs); the global batches differ (64 to 130), which \
 changes accuracy; the runs differ in mode, precision, comm, gpu, cpu and torch.
 
                                         two           one         other
 --- set-up
 nodes                                     4             1             -
-GPUs (processes)                          2             1             1
+GPUs                                      2             1             1
 arch                               resnet50      resnet50         vgg19
 mode                                    ddp            nd            nd
 recipe                            classic90     classic90     classic90
@@ -40,14 +41,15 @@ images/s                               1900          1000          2000
 images/s per GPU                        950          1000          2000
 speed-up to one                        1.90          1.00             -
 scaling efficiency                     95 %         100 %             -
+  top-1 after epoch 4, %              60.50         70.00         61.00
+  time to top-1 of 60 %                 2 h           3 h           5 h
 time per step, ms                     68.42            64         85.33
 --- time
 time per epoch                       30 min           1 h        1.25 h
 epochs finished                           5             4             4
 epochs in 2.5 h                           5             2             2
 total time                            2.5 h           4 h           5 h
-time to top-1 of 60 %                   2 h           3 h           5 h
-  epochs needed                           4             3             4
+epochs to top-1 of 60 %                   4             3             4
 cost to top-1 of 60 %                     4           1.5             -
 cost of the whole run                     5             2             -
 --- accuracy
@@ -85,9 +87,9 @@ two: two
 one: one
 other: other
 
-two differs from its base one in batch per gpu (65, not 64) and mode (ddp, not nd) and \
-precision (fp16, not fp32) and comm (int8, not fp32) and gpu (A100, not T4) and cpu (fast, not \
-slow) and torch (2.5, not 2.4): the efficiency is not that of scaling alone
+two differs from its base one in batch per gpu (65, not 64) and mode (ddp, not nd) and precision \
+(fp16, not fp32) and comm (int8, not fp32) and gpu (A100, not T4) and cpu (fast, not slow) and \
+torch (2.5, not 2.4): the efficiency is not that of scaling alone
 NOT COMPARABLE: other differs from one in model (vgg19, not resnet50) and image size (176, not \
 224) and data (8 images, not 9 images) and training image sizes (128:160, not 224); it has no \
 speed-up
@@ -190,6 +192,8 @@ def test_the_table(tmp_path, written, options, expected, patterns):
 
 GOOD = {"arch": "resnet50", "gpus": 1, "val_images": 50_000, "global_batch": 256}
 CPU = GOOD | {"device": "cpu"}
+THREE = GOOD | {"class_count": 3}
+FEW = GOOD | {"device": "cpu", "batch_per_gpu": 64, "global_batch": 64}
 BEYOND = "more than the noise of 50000 images, but another seed may change it as well."
 
 
@@ -198,7 +202,7 @@ BEYOND = "more than the noise of 50000 images, but another seed may change it as
     [
         (
             {"a": (1600, (60, 75.9), GOOD | {"device": "cuda"})},
-            ["a trained 1600 images per second on 1 GPU (processes).",
+            ["a trained 1600 images per second on 1 GPU.",
              "It reached 75.90 % top-1 in epoch 2 (3.33 min)."],
         ),
         (
@@ -210,6 +214,13 @@ BEYOND = "more than the noise of 50000 images, but another seed may change it as
              "50000 validation images."],
         ),
         (  # 0.53 points at 76 %: two independent samples of 50,000
+            {"a": (1600, (60, 75.5), GOOD), "b": (1620, (60, 75.95), GOOD)},
+            ["a and b trained equally fast: their speeds differ no more than those of epochs.",
+             "Both reached 75 % top-1: after 3.33 min (a) and 3.33 min (b).",
+             "Best top-1: 75.50 % (a) and 75.95 % (b), a difference within the noise of 50000 "
+             "validation images."],
+        ),
+        (
             {"a": (1600, (60, 75.7), GOOD), "b": (1620, (60, 76.25), GOOD)},
             ["a and b trained equally fast: their speeds differ no more than those of epochs.",
              "Both reached 75 % top-1: after 3.33 min (a) and 3.33 min (b).",
@@ -231,13 +242,96 @@ BEYOND = "more than the noise of 50000 images, but another seed may change it as
              "First to reach 31 % top-1: a, in 3.33 min.",
              f"Best top-1: 31.00 % to 35.00 %, {BEYOND}"],
         ),
+        (  # as published for 64 A100: fast, and another model
+            {"1 GPU": (1000, (60, 75.4), GOOD),
+             "64 GPUs": (49280, (40, 64.2), GOOD | {"gpus": 64, "global_batch": 256})},
+            ["Accuracy fell with speed: after epoch 2, top-1 is 75.40 % (1 GPU) and 64.20 % "
+             "(64 GPUs), more than seeds explain, so compare the times to the same accuracy.",
+             "64 GPUs trained 49.28 times as many images per second as 1 GPU (77 % efficiency).",
+             "Both reached 64 % top-1: after 3.33 min (1 GPU) and 3.33 min (64 GPUs)."],
+        ),
+        (  # guessing is right for 33 % of three classes
+            {"a": (1600, (30, 39), THREE), "b": (1610, (30, 39), THREE)},
+            ["a and b trained equally fast: their speeds differ no more than those of epochs.",
+             "Best top-1: 39.00 % (a) and 39.00 % (b), no difference."],
+        ),
+        (  # two processes on two cores
+            {"a": (28, (30, 60), FEW),
+             "b": (128, (30, 60), FEW | {"gpus": 2, "batch_per_gpu": 32})},
+            ["The efficiency of 229 % (b) cannot be that of scaling: something else slowed down a, "
+             "such as other work on its machine; run it again.",
+             "b trained 4.57 times as many images per second as a (229 % efficiency).",
+             "Both reached 60 % top-1: after 3.33 min (a) and 3.33 min (b).",
+             "Best top-1: 60.00 % (a) and 60.00 % (b), no difference.",
+             "Beware: these are CPU speeds, which say nothing about GPUs."],
+        ),
     ],
-    ids=["one", "scaling", "beyond noise", "little to say", "many"],
+    ids=["one", "scaling", "within noise", "beyond noise", "little to say", "many",
+         "accuracy fell", "chance", "impossible"],
 )  # fmt: skip
 def test_the_sentences(tmp_path, runs, expected):
     for name, (rate, top1, options) in runs.items():
         write(tmp_path / name, epochs_of(rate, 256, top1), options=options)
     assert table(*(tmp_path / name for name in runs))[2].sentences == expected
+
+
+def test_runs_without_a_finished_epoch_compare_by_their_steps(tmp_path):
+    """Up to the step that both have reached; a run of which nothing is known is left out."""
+    for name, rate, last in (("a", 100, 400), ("b", 190, 200)):
+        points = {
+            x: {"Step/loss": 7 - x / 100, "Step/throughput": rate}
+            for x in range(100, last + 1, 100)
+        }
+        write(tmp_path / name, points, options=GOOD | {"gpus": 1 + (name == "b")})
+    write(tmp_path / "c", {}, options=GOOD)
+    cells, notes, comparison = table(tmp_path)
+    assert cells["images_per_s"] == ["100", "190"] and cells["step_loss"] == ["5.0000", "5.0000"]
+    assert cells["scaling_efficiency"] == ["100 %", "95 %"]
+    assert comparison.sentences == [
+        "a (0.40 epochs) and b (0.20 epochs) have not finished an epoch: speed and loss are those "
+        "of their steps so far.",
+        "b trained 1.90 times as many images per second as a (95 % efficiency).",
+    ]
+    assert "c is left out" in note(notes, "left out")
+    _, _, drawing = pictures.drawings(comparison)[0]
+    ends = [line["x"][-1] for line in drawing["data"]]
+    assert ends == [0.4, 0.2] * 2
+
+
+def test_a_smaller_batch_per_gpu_at_an_equal_global_batch_is_no_difference(tmp_path):
+    for name, gpus in (("a", 1), ("b", 2)):
+        options = GOOD | {"gpus": gpus, "batch_per_gpu": 256 / gpus}
+        write(tmp_path / name, epochs_of(100 * gpus, 256), options=options)
+    notes = table(tmp_path)[1]
+    assert notes == ["speed-up and efficiency: images/s relative to a, at an equal global batch "
+                     "(strong scaling)"]  # fmt: skip
+    assert pictures.scaling(table(tmp_path)[2]) is not None
+    write(
+        tmp_path / "c",
+        epochs_of(900, 1024),
+        options=GOOD | {"gpus": 8, "batch_per_gpu": 128, "global_batch": 1024},
+    )
+    assert pictures.scaling(table(tmp_path)[2]) is None, "neither batch is equal"
+
+
+def test_many_runs_are_rows_in_the_width_of_the_terminal(tmp_path):
+    for i in range(12):
+        write(tmp_path / f"run{i}", epochs_of(100 + i, 64), options=GOOD | {"lr": 0.1 * (1 + i)})
+    text = table(tmp_path)[2].as_text(80)
+    rows = text.splitlines()[:13]
+    assert rows[0].split()[:2] == ["run", "images/s"] and max(map(len, rows)) <= 80
+    assert [row.split()[0] for row in rows[1:]] == [f"run{i}" for i in range(12)]
+
+
+def test_colours():
+    """Numbers have a sequence of colours; other names at most eight hues, then dashes."""
+    numbers = palette.styles(["1 GPU", "8 GPUs", "2 GPUs", "4 GPUs"])
+    order = [numbers[f"{n} GPU{'s' * (n > 1)}"].colour for n in (1, 2, 4, 8)]
+    assert (order[0], order[-1]) == (palette.SEQUENCE[0], palette.SEQUENCE[-1])
+    assert len(set(order)) == 4
+    names = list(palette.styles([f"run {'x' * i}" for i in range(20)]).values())
+    assert len(set(names)) == 20 and len({one.colour for one in names}) == 8
+    assert palette.spread([0.0, 0.1, 5.0], 1.0) == pytest.approx([-0.45, 0.55, 5.0])
 
 
 def test_resumed_run(tmp_path):

@@ -1,14 +1,17 @@
 """scripts/compare_runs.py: the files that it writes, and its pictures."""
 
 import csv
+import itertools
 import re
 
 import compare_runs
+import matplotlib
 import pytest
 from browser import Page
 from compare import pictures
 from conftest import python
 from event_files import HAL, SCRIPT, epochs_of, folder_name, table, write
+from running import eventually
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +24,7 @@ def hal(tmp_path_factory):
     words += ("--train-images", 1281167, "--out", root / "my out")
     done = python(SCRIPT, root / "runs", *words)
     assert (done.code, done.err) == (0, "")
+    assert f"one picture of all: {root / 'my out/overlay.png'}\n" in done.out
     return root
 
 
@@ -67,7 +71,8 @@ def test_section_and_page(hal):
     links = re.findall(r"!\[.*?\]\((\S*?)\)", section)
     assert links == [f"my%20out/{name}.png" for name in ("top1_val", "training_throughput")]
     text = (hal / "my out" / "compare.html").read_text()
-    assert not re.findall('src="|<link|href|url\\(|@import', text)
+    own = re.sub("(?s)<script>.*", "", text)  # without plotly's library
+    assert not re.findall('src="|<link|href|url\\(|@import', own)
     rows = [" ".join(re.sub("<.*?>", " ", row).split()) for row in re.findall("<tr.*?</tr>", text)]
     assert "scaling efficiency 100 % 95 % 92 % 89 % 77 % 64 %" in rows
     assert "images/s relative to 2 GPUs, at an equal batch per GPU (weak scaling)" in text
@@ -76,35 +81,70 @@ def test_section_and_page(hal):
 
 
 def test_the_page_in_a_browser(hal):
-    """Curves are read off by moving over them, and zoomed by dragging."""
+    """Curves are read off by moving over them, zoomed by dragging, and hidden by keyboard."""
     with Page(hal / "my out" / "compare.html") as page:
-        chart = "[...document.querySelectorAll('.chart.epochs')][1]"
-        title = page.run(f"{chart}.querySelector('figcaption').innerText")
-        assert title == "Top-1 accuracy, validation (%)"
-        box = f"(b => [b.x, b.y, b.width, b.height])({chart}.querySelector('svg')"
+        assert page.run("document.querySelectorAll('h3')[0].innerText") == "Validation"
+        chart = "document.querySelector('.chart')"
+        assert page.run(f"{chart}.data.length") == 2 * len(HAL)
         page.run(f"{chart}.scrollIntoView()")
+        box = f"(b => [b.x, b.y, b.width, b.height])({chart}.querySelector('.nsewdrag')"
         x, y, width, height = page.run(f"{box}.getBoundingClientRect())")
-        page.mouse("Moved", x + 0.66 * width, y + height / 2)
-        tip = page.run(f"{chart}.querySelector('.tip').innerText").splitlines()
-        assert tip == ["3 epochs finished", *(f"{gpus} GPUs: 60 %" for gpus in HAL)]
-        lines = f"{chart}.querySelectorAll('polyline')[5].getAttribute('points').split(' ')"
-        ends = page.run(lines)
-        page.mouse("Pressed", x + 0.6 * width, y + height / 2)
+
+        def until(expression):
+            assert eventually(lambda: page.run(expression), 30), expression
+
+        # The third of four epochs, at 60 % on an axis from 20 to 75 %.
+        low, high = page.run(f"{chart}._fullLayout.yaxis.range")
+        page.mouse("Moved", x + 0.667 * width, y + height * (1 - (60 - low) / (high - low)))
+        until(f"{chart}.querySelector('.hoverlayer').textContent.includes('60 % at 3')")
+        page.mouse("Pressed", x + 0.4 * width, y + height / 2)
         page.mouse("Moved", x + 0.8 * width, y + height / 2)
         page.mouse("Released", x + 0.8 * width, y + height / 2)
-        zoomed = page.run(lines)
-        assert float(zoomed[0].split(",")[0]) < 0 < float(ends[0].split(",")[0])
-        page.run(f"{chart}.querySelector('button').click()")
-        assert page.run(lines) == ends
-        page.run(f"{chart}.querySelector('.legend li').click()")
-        assert page.run(f"{chart}.querySelectorAll('polyline').length") == len(HAL) - 1
+        until(f"{chart}._fullLayout.xaxis.range[0] > 1.5")
+        # A check box hides a run on all charts, also on those that are opened later.
+        page.run("document.querySelector('[data-run=\"2 GPUs\"]').focus()")
+        for kind in ("rawKeyDown", "char", "keyUp"):
+            page.call("Input.dispatchKeyEvent", type=kind, key=" ", code="Space", text=" ")
+        hidden = "[...document.querySelectorAll('.chart')].filter(c => c.data)"
+        hidden += ".every(c => c.data.some(l => l.meta.name === '2 GPUs' && l.visible === false))"
+        until(hidden)
+        page.run("document.querySelector('details .chart').closest('details').open = true")
+        until("!!document.querySelector('details .chart').data")
+        until(hidden)
+        page.run("document.querySelector('#times').click()")
+        title = "layout.xaxis.title.text"
+        until(f"{chart}.{title}.includes('of training')")
+        until(f"document.querySelector('details .chart').{title}.includes('of training')")
         for scheme in ("light", "dark"):
             feature = {"name": "prefers-color-scheme", "value": scheme}
             page.call("Emulation.setEmulatedMedia", features=[feature])
             colour = page.run("getComputedStyle(document.body).backgroundColor")
             assert (max(map(int, re.findall(r"\d+", colour))) < 60) == (scheme == "dark")
         assert not page.errors
-        assert page.requests == [(hal / "my out" / "compare.html").as_uri()]
+        loaded = [url for url in page.requests if not url.startswith(("data:", "blob:"))]
+        assert loaded == [(hal / "my out" / "compare.html").as_uri()]
+
+
+def test_without_plotly_one_line_says_how_to_get_it(tmp_path):
+    write(tmp_path / "a", epochs_of(100, 64))
+    hide = "import sys; sys.modules['plotly'] = None; sys.path[:0] = ['scripts']; "
+    hide += "sys.argv = sys.argv[1:]; "
+    hide += "import runpy; runpy.run_path(sys.argv[0], run_name='__main__')"
+    python("-c", hide, SCRIPT, tmp_path / "a").fails_with("pip install plotly")
+
+
+def test_runs_that_cannot_be_compared_have_no_common_charts(tmp_path):
+    for name, arch in (("a", "resnet50"), ("b", "vgg19"), ("c", "resnet50")):
+        write(tmp_path / name, epochs_of(100, 64), options={"arch": arch, "gpus": 1})
+    out = tmp_path / "out"
+    assert compare_runs.main([*(str(tmp_path / name) for name in "abc"), "--out", str(out)]) == 0
+    page = (out / "compare.html").read_text()
+    assert '<div class="lead warning"><p>b cannot be compared with a' in page
+    comparison = table(*(tmp_path / name for name in "abc"))[2]
+    for _, _, drawing in pictures.drawings(comparison):
+        assert {line["name"] for line in drawing["data"]} == {"a", "c"}
+    assert compare_runs.main([*(str(tmp_path / name) for name in "ab"), "--out", str(out)]) == 0
+    assert "data-chart" not in re.sub("(?s)<script.*", "", (out / "compare.html").read_text())
 
 
 def test_pictures_of_the_hardware_and_labels_with_special_characters(tmp_path):
@@ -126,12 +166,35 @@ def test_pictures_of_the_hardware_and_labels_with_special_characters(tmp_path):
     comparison = table(*words)[2]
     plan = pictures.plan(comparison)
     figure, by_time = (plan[name]() for name in ("top1_val", "top1_val_hours"))
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == labels
+    assert [text.get_text() for text in figure.axes[0].texts] == labels, "at the ends of the lines"
     assert by_time.axes[0].get_xscale() == "log"
     ends = {"GPU/memory_gb": 12.0, "GPU/utilisation": 91.0, "IO/wait_share": 25.0}
     for tag, end in ends.items():
         label, points = pictures.curves(comparison, tag, "epochs").lines[0]
         assert (label, points) == ("_x", [(x, end) for x in (1, 2, 3, 4)])
+
+
+@pytest.mark.parametrize("label", ["1 node", "a label that is longer than others are"])
+def test_no_text_of_a_picture_is_cut_off_or_on_another_one(tmp_path, label):
+    for name, rate in (("a", 100), ("b", 101)):
+        epochs = epochs_of(rate, 64)
+        for values in epochs.values():
+            values |= {"IO/wait_share": 0.25, "IO/read_mb_s": 80.0, "IO/files_s": 700.0}
+        write(tmp_path / name, epochs, options={"gpus": 1 + (name == "b"), "nodes": 1})
+    words = (tmp_path / "a", tmp_path / "b", "--labels", label, f"{label[:-1]}s")
+    plan = pictures.plan(table(*words)[2])
+    for name in ("overlay", "IO", "training_throughput", "training_time", "top1_val_hours"):
+        with matplotlib.rc_context(pictures.MATPLOTLIB):
+            figure = plan[name]()
+            figure.draw_without_rendering()
+        width, height = figure.bbox.size
+        for axes in figure.axes:
+            boxes = [text.get_window_extent() for text in axes.texts]
+            everything = axes.get_tightbbox()
+            assert everything.x0 >= -1 and everything.x1 <= width + 1, name
+            assert everything.y0 >= -1 and everything.y1 <= height + 1, name
+            assert not [(a, b) for a, b in itertools.combinations(boxes, 2) if a.overlaps(b)], name
+            assert axes.bbox.width > 0.35 * width / axes.get_gridspec().ncols, name
 
 
 def test_by_default_a_comparison_lies_beside_the_runs(tmp_path, monkeypatch):

@@ -8,9 +8,8 @@ import torch._inductor.config
 from conftest import SMALL, python
 from torch import nn
 
-from utils import addons
-from utils.errors import UserError
-from utils.extras import compiling
+from utils.model import compiling
+from utils.start.errors import UserError
 
 # With the real tracer, and a back end that counts what it is given instead of compiling it.
 COUNTED = """
@@ -45,12 +44,12 @@ def test_what_cannot_be_compiled():
     sharded.set_requires_gradient_sync = print
     for model, what in ((nn.DataParallel(nn.Identity()), "DataParallel"), (sharded, "sharded")):
         with pytest.raises(UserError, match=rf"not support {what}.*: use imagenet_ddp\.py"):
-            addons.compiled(model, argparse.Namespace(compile="default"))
+            compiling.compiled(model, argparse.Namespace(compile="default"))
 
 
 def test_without_a_compiler_an_error_says_so():
     args = argparse.Namespace(compile="default", epoch_sizes=())
-    model = addons.compiled(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), args)
+    model = compiling.compiled(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), args)
     step = compiling.first_step_timed(model, args, torch.device("cpu"))
     nowhere = {"cpp.cxx": (None, "/nowhere/g++"), "force_disable_caches": True}
     message = r"--compile default does not work here .*C\+\+ compiler"

@@ -9,18 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from batches import PLACE, SEED, SIZE, batches_of, fetch, noise_index
+from batches import SEED, SIZE, TO, batches_of, fetch, noise_index
 from torchvision.transforms.v2 import functional as tv
 
-from utils import addons, loaders, options
-from utils import images as im
-from utils.errors import UserError
-from utils.extras import augment
-from utils.folder import Source
-from utils.images import ImageBatches
+from utils import options
+from utils.data import augment, loaders, opening
+from utils.data import images as im
+from utils.data.images import ImageBatches
+from utils.data.opening import class_folders
+from utils.data.samplers import Batch, EvalSampler, TrainSampler
+from utils.data.sources import Source
 from utils.metrics import UNREADABLE
-from utils.samplers import Batch, EvalSampler, TrainSampler
-from utils.world import World
+from utils.start.errors import UserError
+from utils.start.world import World
 
 IMAGES = 24
 EVERY = range(IMAGES)
@@ -69,19 +70,10 @@ def test_pixels_are_the_same_for_any_workers_ranks_and_first_step(index, ranks, 
         assert target == index.targets[image]
     whole, other = fetch(training(index), EVERY)[0], training(index)
     other.seed += 1
-    for changed in (fetch(training(index), EVERY, epoch=1)[0], fetch(other, EVERY)[0]):
+    larger = training(index, crop_scale=1.0)
+    for dataset, epoch in ((training(index), 1), (other, 0), (larger, 0)):
+        changed = fetch(dataset, EVERY, epoch=epoch)[0]
         assert (whole != changed).flatten(1).any(1).all()
-
-
-def test_views_of_an_image_are_other_crops_of_it(index):
-    """Repeated augmentation: index i + v x images is view v of image i."""
-    views = [3, 3 + IMAGES, 3 + 2 * IMAGES, 3]
-    images, targets, reading = fetch(training(index), views)
-    assert targets.tolist() == [index.targets[3]] * 4
-    assert torch.equal(images[0], images[3])
-    assert len({image.numpy().tobytes() for image in images}) == 3
-    assert not reading.unreadable
-    assert not torch.equal(fetch(training(index, crop_scale=1.0), views)[0], images)
 
 
 def test_unreadable_image_is_replaced_by_the_next_readable_one(index):
@@ -121,7 +113,9 @@ def test_evaluation_shows_centre_crops_and_marks_unreadable_images(index):
         else:
             pixels = im.decode(Path(index.path(i)).read_bytes())
             assert target == index.targets[i]
-            assert torch.equal(image, im.view(pixels, im.eval_cut(pixels.shape[1:], SIZE, 18)))
+            assert torch.equal(
+                image, im.resized_crop(pixels, im.eval_crop(pixels.shape[1:], SIZE, 18))
+            )
 
 
 def test_files_are_counted_and_bad_ones_named_and_limited(index, logged, monkeypatch):
@@ -140,8 +134,8 @@ def test_files_are_counted_and_bad_ones_named_and_limited(index, logged, monkeyp
     assert set(bad.seen) == {4, 5, 15} and not bad.too_many
     assert len(logged) == 3
     assert all(any(index.path(i) in line for line in logged) for i in (4, 5, 15))
-    monkeypatch.setattr(loaders, "gather", lambda seen, _: [seen, {0: "of another rank"}])
-    bad.share(World(PLACE[0]))
+    monkeypatch.setattr("utils.data.batches.gather", lambda seen, _: [seen, {0: "of another rank"}])
+    bad.share(World(TO[0]))
     assert bad.too_many and index.path(0) in logged[-1]
     assert re.search(r"more than 3 image files.*--max-bad-files", str(bad.error()))
     spoil(index, *set(EVERY) - {15})
@@ -153,8 +147,8 @@ def test_files_are_counted_and_bad_ones_named_and_limited(index, logged, monkeyp
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_normalisation_is_torchvisions_rounded_once(index, layout, dtype):
-    place = (PLACE[0], layout, dtype)
-    ((images, _),) = batches_of(index, EvalSampler(IMAGES, IMAGES, (0, 1)), place=place)
+    to = (TO[0], layout, dtype)
+    ((images, _),) = batches_of(index, EvalSampler(IMAGES, IMAGES, (0, 1)), to=to)
     raw = fetch(evaluated(index), EVERY)[0].permute(0, 3, 1, 2)
     expected = tv.normalize(raw / 255, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
     tolerance = 2e-6 if dtype == torch.float32 else torch.finfo(dtype).eps / 1.9
@@ -186,18 +180,19 @@ def build(root, *words, **world):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", line)
         patch.setattr(loaders, "first_on_node", lambda call, _: call())
-        patch.setattr(loaders.addons, "preflight", lambda: None)
+        patch.setattr(loaders, "broadcast_from_rank0", lambda call, _: call())
+        patch.setattr(loaders.preflight, "compare_data", lambda *_: None)
         args = options.parse(options.build_parser("", ""))
-        return loaders.build_loaders(args, World(PLACE[0], **world), torch.float32)
+        return loaders.build_loaders(args, World(TO[0], **world), torch.float32)
 
 
 def test_loaders_of_a_folder(folder, tmp_path):
     made = build(folder)
     assert made.classes == ["class_0", "class_1", "class_2"]
-    assert (len(made.train), len(made.val), made.test) == (15, 6, None)
+    assert (len(made.train.sampler), len(made.val.sampler), made.test) == (15, 6, None)
     evaluate = ("-e", "--resume", "best.pt")
     two = build(folder, "--classes", "2", *evaluate)
-    assert (two.classes, two.train, len(two.val)) == (["class_0", "class_1"], None, 4)
+    assert (two.classes, two.train, len(two.val.sampler)) == (["class_0", "class_1"], None, 4)
     with pytest.raises(UserError, match="60 training images are too few"):
         build(folder, "--accum-steps", "31")
     with pytest.raises(UserError, match="choose an even -b"):
@@ -205,14 +200,14 @@ def test_loaders_of_a_folder(folder, tmp_path):
     (tmp_path / "val").symlink_to(folder / "val")  # without training images
     shutil.copytree(folder / "val", tmp_path / "test")
     made = build(tmp_path, *evaluate)
-    assert (made.train, len(made.val), made.test) == (None, 6, None)
+    assert (made.train, len(made.val.sampler), made.test) == (None, 6, None)
     made = build(tmp_path, *evaluate, "--part", "test")
-    assert (made.train, made.val, len(made.test)) == (None, None, 6)
+    assert (made.train, made.val, len(made.test.sampler)) == (None, None, 6)
     (tmp_path / "train").symlink_to(folder / "train")
     (tmp_path / "test" / "other").mkdir()
     with pytest.raises(UserError, match="different classes: only test has other"):
         build(tmp_path)
-    assert len(build(tmp_path, "--classes", "2").test) == 4
+    assert len(build(tmp_path, "--classes", "2").test.sampler) == 4
     shutil.rmtree(tmp_path / "test" / "class_1")
     with pytest.raises(UserError, match=r"different classes: only train has class_1$"):
         build(tmp_path, "--classes", "2")
@@ -221,30 +216,41 @@ def test_loaders_of_a_folder(folder, tmp_path):
 class Zipped(Source):
     """Each part of a data set is one zip file of CLASS/NAME."""
 
-    def __init__(self, root, classes, shows=False):
-        self.zip = zipfile.ZipFile(root / "images.zip")
-        names = [[x for x in sorted(self.zip.namelist()) if x.startswith(f"{c}/")] for c in classes]
-        paths = "".join(f"{name}\0" for one in names for name in one)
-        super().__init__(root, classes, paths.encode(), [len(one) for one in names])
-
-    @staticmethod
-    def class_names(root):
-        with zipfile.ZipFile(root / "images.zip") as file:
-            return sorted({name.partition("/")[0] for name in file.namelist()})
-
     def read(self, image):
-        return self.zip.read(self.name(image))
+        with zipfile.ZipFile(f"{self.root}/images.zip") as file:
+            return file.read(self.name(image))
 
 
-def test_a_source_of_another_kind_is_one_class_and_one_line(folder, tmp_path, monkeypatch):
+def zipped_classes(root):
+    with zipfile.ZipFile(root / "images.zip") as file:
+        return sorted({name.partition("/")[0] for name in file.namelist()})
+
+
+def open_zipped(root, classes, shows=False):
+    with zipfile.ZipFile(root / "images.zip") as file:
+        names = [[x for x in sorted(file.namelist()) if x.startswith(f"{c}/")] for c in classes]
+    paths = "".join(f"{name}\0" for one in names for name in one)
+    return Zipped(root, classes, paths.encode(), [len(one) for one in names])
+
+
+@pytest.mark.parametrize("name", ["pack.npz", "00000.pixels"])
+def test_a_pack_of_decoded_pixels_is_one_error_line(tmp_path, name):
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / name).write_bytes(b"x")
+    with pytest.raises(UserError, match=r"train holds decoded pixels.*prepare_data\.py shards"):
+        class_folders(tmp_path / "train")
+
+
+def test_a_source_of_another_kind_is_two_functions_and_one_line(folder, tmp_path, monkeypatch):
     for part in ("train", "val"):
         (tmp_path / part).mkdir()
         with zipfile.ZipFile(tmp_path / part / "images.zip", "w") as file:
             for path in (folder / part).glob("*/*.JPEG"):
                 file.write(path, f"{path.parent.name}/{path.name}")
     expected = build(folder, "-j", "0")
-    kind = {tmp_path / "train": Zipped, tmp_path / "val": Zipped}
-    monkeypatch.setattr(addons, "source_kind", kind.get)
+    zipped, usual = opening.Kind(zipped_classes, open_zipped), opening.source_kind
+    kind = {tmp_path / "train": zipped, tmp_path / "val": zipped}
+    monkeypatch.setattr(opening, "source_kind", lambda root: kind.get(root) or usual(root))
     made = build(tmp_path, "-j", "0")
     assert made.classes == expected.classes
     for one, other in ((made.train, expected.train), (made.val, expected.val)):
@@ -256,15 +262,15 @@ def test_a_source_of_another_kind_is_one_class_and_one_line(folder, tmp_path, mo
 
 def test_loaders_do_as_the_options_say(folder):
     words = "-j 5 --seed 9 --crop-scale 0.5 --max-bad-files 7 --random-erasing 0.25 --accum-steps 2"
-    words += " --repeated-aug 3 --epochs 2 --progressive 24,32 --val-image-size 40"
+    words += " --epochs 2 --progressive 24,32 --val-image-size 40"
     made = build(folder, *words.split(), rank=1, size=4, local_rank=1, local_size=2)
     train, dataset, order = made.train, made.train.dataset, made.train.sampler
     slots = [len(part.loader.ring.uploads) for part in (train, made.val)]
     assert slots == [2 * 3 + 2] * 2, "3 workers per process"
     assert (dataset.seed, dataset.crop_scale, dataset.size, train.bad.limit) == (9, 0.5, 32, 7)
     assert dataset.augment.transforms[0].p == 0.25
-    assert (order.seed, order.slice, order.slices, order.accum) == (9, 1, 4, 2)
-    assert (order.reorder.keywords, order.sizes) == ({"views": 3}, (24, 32))
+    assert (order.seed, order.rank, order.num_replicas, order.accum) == (9, 1, 4, 2)
+    assert order.sizes == (24, 32)
     assert order.global_batch == 32
     assert (made.val.dataset.size, made.val.dataset.resize) == (40, 46)
-    assert (made.val.sampler.slice, made.val.sampler.slices) == (1, 4)
+    assert (made.val.sampler.rank, made.val.sampler.num_replicas) == (1, 4)

@@ -1,20 +1,26 @@
-"""Processes that die: the others name them, and torchrun's restarts continue the same run."""
+"""Processes that die: the others name them, and torchrun's restarts continue the same run.
+
+What the launcher over ssh does about them, test_job.py tests.
+"""
 
 import os
 import re
 import signal
+import time
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 from conftest import SMALL, summary
+from elastic_agent import ENDED, NODES
 from joined import command
-from running import TORCHRUN, alone, descendants, start
+from running import TORCHRUN, Running, alone, descendants, start
 
-from utils.errors import UserError
-from utils.extras.lost_peer import explain
-from utils.snapshots import TrainState
-from utils.world import is_lost_peer, process_group
+from utils.run.snapshots import TrainState
+from utils.start.errors import UserError
+from utils.start.lost_peer import explain
+from utils.start.world import is_lost_peer, process_group
 
 RESTARTS = (*TORCHRUN, "--max-restarts=1", "--nproc_per_node=2")
 NAMED = ("--name", "a", "--resume", "auto")
@@ -90,3 +96,85 @@ def test_fewer_processes_go_on_at_the_step_boundary_before(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     new.load_state_dict(old.state_dict())
     assert (new.step, new.global_batch, new.sums) == (4, 15, [60.0, 6.0, 30.0, 60.0])
+
+
+# ---- scripts/torchrun.py with --max_restarts: elastic_agent.py
+
+# Ends with the next exit code of its node's list; without one it goes on for ever.
+TRAINING = """
+import ctypes, os, signal, sys, time
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # it dies with torchrun
+node = sys.argv[1]
+print(f"{node}: start on {os.environ['WORLD_SIZE']} nodes", flush=True)
+codes = open(node).read().split()
+open(node, "w").write(" ".join(codes[1:]))
+code = int(codes[0]) if codes else time.sleep(600)
+sys.exit(code) if code >= 0 else os.kill(os.getpid(), -code)
+"""
+
+
+@pytest.fixture
+def store():
+    """The store of a rendezvous, as scripts/ssh/elastic.py holds it."""
+    limit = timedelta(seconds=30)
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
+
+
+@pytest.fixture
+def agent(store, tmp_path):
+    """A function that starts torchrun for a node whose training ends with these codes."""
+    (tmp_path / "train.py").write_text(TRAINING)
+
+    def agent(node: str, codes: str = "") -> Running:
+        (tmp_path / node).write_text(codes)
+        options = ["--nnodes=1:2", "--rdzv_backend=c10d", "--rdzv_id=a", "--local_addr=127.0.0.1"]
+        options += [f"--rdzv_endpoint=127.0.0.1:{store.port}", "--nproc_per_node=1"]
+        alive = "keep_alive_interval=1,keep_alive_max_attempt=3"
+        options += [f"--rdzv_conf=is_host=false,last_call_timeout=1,{alive}", "--max_restarts=99"]
+        script = (tmp_path / "train.py", tmp_path / node)
+        off = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        return Running("scripts/torchrun.py", *options, *script, **off)
+
+    return agent
+
+
+@pytest.mark.parametrize(
+    ("codes", "code", "starts", "said"),
+    [
+        ("0", 0, 1, ""),
+        ("2", 2, 1, ""),  # bad input, which the training process reports
+        ("1 2 -9 0", 0, 4, ""),
+        ("1 2 2", 2, 3, ""),
+        ("-9 -9 -9 -9 -9", 69, 5, "error: training has failed 5 times in a row soon after start\n"),
+    ],
+)
+def test_which_failures_are_worth_a_restart(agent, store, codes, code, starts, said):
+    with agent("a", codes) as run:
+        result = run.result()
+    assert (result.code, result.out.count("start on 1"), result.err) == (code, starts, said)
+    assert store.check([ENDED]) == bool(said)
+
+
+def test_bad_input_of_a_new_node_and_the_loss_of_a_node_leave_the_other(agent, store, tmp_path):
+    """A node that is gone does not say so: its number in the store does."""
+    store.set(NODES, "2")
+    with agent("a") as one:
+        one.until("start on 1")
+        with agent("b", "2") as new:
+            assert new.result().code == 2
+        store.set(NODES, "1")
+        one.until("start on 1")
+        store.set(NODES, "2")
+        with agent("c") as lost:
+            one.until("start on 2")
+            lost.until("start on 2")
+            for process in lost.meet_family():
+                os.kill(process.pid, signal.SIGKILL)
+            lost.send(signal.SIGKILL)
+        time.sleep(3)
+        waits = [process for process in descendants(one.pid) if "train.py" in process.command]
+        assert waits, "without a word of the launcher, the process waits for the other"
+        (tmp_path / "a").write_text("0")
+        store.set(NODES, "1")
+        one.until("start on 1")
+        assert one.result().code == 0

@@ -13,7 +13,7 @@ from test_images import ODD
 from torchvision.models import get_model
 
 from utils.metrics import UNREADABLE, Sums
-from utils.world import World
+from utils.start.world import World
 
 MANY = 503  # a prime: no number of processes or batch size divides it
 

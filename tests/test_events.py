@@ -2,6 +2,9 @@
 
 import json
 import os
+import re
+import subprocess
+import time
 import urllib.request
 from pathlib import Path
 
@@ -13,8 +16,9 @@ from tensorboard import program
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
-from utils.extras.comparison import closing, opening
-from utils.tensorboard import EventFile, cut_off
+from utils import comparison
+from utils.comparison import LAYOUT, closing, opening
+from utils.run.tensorboard import EventFile, cut_off
 
 STATUSES = ["STATUS_SUCCESS", "STATUS_FAILURE", "STATUS_RUNNING", "STATUS_UNKNOWN"]
 
@@ -32,6 +36,14 @@ def written(tmp_path):
             writer.add_scalar("Loss/train", epoch, epoch, walltime=1000.0 + epoch)
     (path,) = tmp_path.iterdir()
     return path
+
+
+def test_a_clock_that_was_set_back_does_not_turn_curves_around(tmp_path, monkeypatch):
+    """TensorBoard reads the files of a run in the order of their names."""
+    for epoch, now in enumerate((2000.5, 1500.0, 1500.0), 1):
+        monkeypatch.setattr(time, "time", lambda now=now: now)
+        EventFile(tmp_path).scalars({"Loss/train": 1.0}, epoch)
+    assert [x for x, _ in scalars(tmp_path)["Loss/train"]] == [1, 2, 3]
 
 
 @pytest.mark.parametrize(("epoch", "step_x", "lost"), [(3, 3500, 0), (2, 2000, 10), (6, 6000, 0)])
@@ -59,18 +71,34 @@ def test_only_later_points_are_removed(written, epoch, step_x, lost):
 def test_a_disk_that_was_full_leaves_one_file_whose_curves_have_a_gap(tmp_path, logged):
     with small_disk(tmp_path) as disk:
         events, ballast = EventFile(disk, opening({"lr": 0.1})), disk / "ballast"
-        events.write({"Loss/train": 1.0}, 1)
+        events.scalars({"Loss/train": 1.0}, 1)
         fill(ballast)
         for x in range(2, 200):
-            events.write({"Loss/train": float(x), "Loss/val": 2.0}, x)
+            events.scalars({"Loss/train": float(x), "Loss/val": 2.0}, x)
         kept = [x for x, _ in scalars(disk)["Loss/train"]]
         assert kept == [*range(1, kept[-1] + 1)] and kept[-1] < 199
         ballast.unlink()
-        events.write({"Loss/train": 200.0}, 200)
+        events.scalars({"Loss/train": 200.0}, 200)
         events.add(closing(success=True))
         assert [x for x, _ in scalars(disk)["Loss/train"]] == [*kept, 200]
         assert len(list(disk.iterdir())) == 1
         assert len(logged) == 1 and "its curves have a gap" in logged[0]
+
+
+def test_only_changed_code_marks_the_commit(tmp_path, monkeypatch):
+    """compare_runs.py --results edits RESULTS.md, and a run after that is of the same code."""
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@x"]
+    for name in ("code.py", "R.md", "figures/a.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("1\n")
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "x"]):
+        subprocess.run([*git, *words], check=True)
+    monkeypatch.setattr(comparison, "ROOT", tmp_path)
+    clean = comparison.commit()
+    assert re.fullmatch("[0-9a-f]{7,}", clean)
+    for name, expected in (("R.md", clean), ("figures/a.png", clean), ("code.py", f"{clean}+")):
+        (tmp_path / name).write_text("2\n")
+        assert comparison.commit() == expected, name
 
 
 # ---- runs of this suite
@@ -92,6 +120,7 @@ def test_all_is_in_the_event_files(ours, tmp_path):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     cells, notes, both = table(tmp_path)
     assert len(list(tmp_path.iterdir())) == 2, "one per session"
+    assert "IO/bad_files" not in scalars(tmp_path), "no curve at 0"
     expected = {
         "nodes": "1", "gpus": "2", "arch": "shufflenet_v2_x0_5", "mode": "ddp", "lr": "0.01",
         "batch_per_gpu": "6", "global_batch": "12", "steps_per_epoch": "5", "epochs": "2",
@@ -134,4 +163,28 @@ def test_tensorboard_shows_one_line_per_run(ours):
     shown = group["name"], session["name"], session["status"], group["hparams"]["arch"]
     assert shown == ("one", "one", "STATUS_SUCCESS", "shufflenet_v2_x0_5")
     metrics = {metric["name"]["tag"]: metric["trainingStep"] for metric in group["metricValues"]}
-    assert metrics["Top1/val"] == metrics["Throughput/train"] == 2
+    assert metrics["Best/Top1"] == metrics["Throughput/train"] == 2
+
+
+def test_the_text_page_and_the_charts_of_a_run(tmp_path):
+    """Command, commit, machine and options; no chart that stays empty on a CPU."""
+    facts = {
+        "device": "cpu",
+        "precision": "fp32",
+        "progressive": "",
+        "command": "x.py -b 7",
+        "lr": 0.1,
+    }
+    EventFile(tmp_path, opening(facts))
+    events = EventAccumulator(str(tmp_path)).Reload()
+    (event,) = events.Tensors("run/text_summary")
+    page = event.tensor_proto.string_val[0].decode()
+    assert "**command**: `x.py -b 7`" in page and "| lr | `0.1` |" in page
+    titles = {title for charts in comparison.layout(facts).values() for title in charts}
+    assert not [
+        title for title in titles if "GPU" in title or "scale" in title or "--prog" in title
+    ]
+    everything = {title for charts in comparison.layout({}).values() for title in charts}
+    assert "GPU power, W" in everything and "loss scale" in everything
+    pages = [" ".join(tag for _, tags in page.values() for tag in tags) for page in LAYOUT.values()]
+    assert ["_rank" in tags for tags in pages] == [False] * (len(pages) - 1) + [True]

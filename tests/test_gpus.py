@@ -13,12 +13,9 @@ import torch
 from conftest import ROOT, activated, shell, train
 from running import Process, alone, eventually
 
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import choose_torch
-
-from utils.errors import UserError
-from utils.extras.gpu_check import check_gpus, has_kernels
+from utils.start import nvidia
+from utils.start.errors import UserError
+from utils.start.gpu_check import check_gpus, explain, has_kernels
 
 T4, V100, H100 = ("Tesla T4", "7.5"), ("Tesla V100-SXM2-16GB", "7.0"), ("NVIDIA H100 PCIe", "9.0")
 P100 = ("Tesla P100-PCIE-16GB", "6.0")
@@ -64,37 +61,37 @@ def bin_folder(tmp_path, monkeypatch):
     ("driver", "cards", "expected"),
     [
         ("524", [H100, H100], "driver 525 or newer"),
-        ("525", [V100], choose_torch.CUDA12),
-        ("579", [T4, T4], choose_torch.CUDA12),
-        ("580", [H100, T4], choose_torch.NEWEST),
-        ("580", [H100, V100], choose_torch.CUDA12),
+        ("525", [V100], nvidia.CUDA12),
+        ("579", [T4, T4], nvidia.CUDA12),
+        ("580", [H100, T4], nvidia.NEWEST),
+        ("580", [H100, V100], nvidia.CUDA12),
         ("600", [P100], "sm_70"),
-        ("600", [H100, P100], choose_torch.NEWEST),
+        ("600", [H100, P100], nvidia.NEWEST),
     ],
 )
 def test_torch_is_chosen_by_driver_and_gpus(bin_folder, tmp_path, driver, cards, expected):
     """As nvidia-smi reports them; without it, by the files of the driver."""
     simulate(bin_folder, driver, *cards)
-    by_smi = choose_torch.look(tmp_path / "none")
+    by_smi = nvidia.look(tmp_path / "none")
     (bin_folder / "nvidia-smi").unlink()
-    for machine in (by_smi, choose_torch.look(loaded_driver(tmp_path / "proc", driver, *cards))):
+    for machine in (by_smi, nvidia.look(loaded_driver(tmp_path / "proc", driver, *cards))):
         assert [name for name, _ in machine.gpus] == [name for name, _ in cards]
         if expected.startswith("constraints"):
-            file, why = choose_torch.choose(machine)
+            file, why = nvidia.choose(machine)
             assert file == expected
             assert f"{cards[0][0]}" in why and f"driver {driver}.54" in why
         else:
             with pytest.raises(UserError, match=expected):
-                choose_torch.choose(machine)
+                nvidia.choose(machine)
 
 
 def test_without_a_driver_the_newest_is_chosen(bin_folder, tmp_path):
-    assert choose_torch.choose(choose_torch.look(tmp_path)) == (
-        choose_torch.NEWEST,
+    assert nvidia.choose(nvidia.look(tmp_path)) == (
+        nvidia.NEWEST,
         "no NVIDIA GPU here",
     )
     simulate(bin_folder, fails="echo No devices were machine; exit 6")
-    assert choose_torch.choose(choose_torch.look(tmp_path))[0] == choose_torch.NEWEST
+    assert nvidia.choose(nvidia.look(tmp_path))[0] == nvidia.NEWEST
 
 
 @pytest.mark.parametrize(
@@ -103,12 +100,12 @@ def test_without_a_driver_the_newest_is_chosen(bin_folder, tmp_path):
 )
 def test_an_nvidia_smi_that_fails_or_hangs(bin_folder, tmp_path, monkeypatch, fails, words):
     simulate(bin_folder, fails=fails)
-    machine = choose_torch.look(loaded_driver(tmp_path / "proc", "535", T4), limit=0.5)
+    machine = nvidia.look(loaded_driver(tmp_path / "proc", "535", T4), limit=0.5)
     with pytest.raises(UserError, match=words):
-        choose_torch.choose(machine)
+        nvidia.choose(machine)
     for hidden in ("-1", "NoDevFiles"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-        assert choose_torch.choose(machine)[0] == choose_torch.NEWEST
+        assert nvidia.choose(machine)[0] == nvidia.NEWEST
 
 
 def test_kernels_run_on_later_minor_versions_and_ptx_on_all_later_ones():
@@ -152,7 +149,7 @@ def test_gpus_that_torch_cannot_use_are_an_error(
 ):
     simulate(bin_folder, driver, *cards, fails="" if driver else f"echo {MISMATCH}; exit 18")
     simulated_torch(monkeypatch, *seen, cuda=cuda)
-    text = choose_torch.explain(choose_torch.look(tmp_path / "none"))
+    text = explain(nvidia.look(tmp_path / "none"))
     for word in (f"torch {torch.__version__} (CUDA {cuda})", 'CUDA_VISIBLE_DEVICES=""', *words):
         assert word in text
     assert "\n" not in text
@@ -163,6 +160,33 @@ def test_gpus_that_torch_cannot_use_are_an_error(
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     check_gpus()
+
+
+@pytest.mark.parametrize(
+    ("said", "visible", "words"),
+    [
+        (
+            "The NVIDIA driver\n is too old (found version 12040).",
+            "7",
+            "The NVIDIA driver is too old",
+        ),
+        ("No CUDA GPUs are available", "7", "CUDA_VISIBLE_DEVICES=7 selects none of them"),
+        ("Found no NVIDIA driver on your system.", None, "a container needs `--gpus all`"),
+    ],
+)
+def test_the_reason_of_cuda_comes_first(bin_folder, monkeypatch, said, visible, words):
+    """Also if torch has warned about it before: it does that once in a process."""
+
+    def init():
+        raise RuntimeError(said)
+
+    simulate(bin_folder, "550", T4)
+    simulated_torch(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(UserError, match=f"this machine: {words}"):
+        check_gpus()
 
 
 def test_without_gpus_there_is_no_error(bin_folder):
@@ -221,7 +245,11 @@ PYTHON = """#!/bin/bash
 # In place of python: venv and pip only note what they were asked for.
 case "$*" in
 *"-m venv"*) mkdir -p "${@: -1}/bin"; cp "$0" "${@: -1}/bin/python" ;;
-*"-m pip"*) echo "$*" >>LOG; [ ! -e LOG.fails ] || { cat LOG.fails; exit 1; } ;;
+*"-m pip"*)
+    echo "Collecting torch"
+    echo "$*" >>LOG
+    [ ! -e LOG.fails ] || { cat LOG.fails >&2; exit 1; } ;;
+*check_requirements*) echo "it lacks torch" >&2; exit 1 ;;
 *build_region_decode.py*) ;;
 *) exec REAL "$@" ;;
 esac
@@ -241,7 +269,6 @@ class SetUp:
     def run(self, *files, **env):
         """use_environment; its exit code and all that it prints."""
         env = {"PATH": f"{self.bin}:/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": "0"} | env
-        env["PYTHON"] = str(self.bin / "python3")
         line = f"set -eu; source scripts/environment.sh; use_environment {' '.join(files)}"
         (done,) = shell(f"cd {self.root}; {line}; echo using $PYTHON", **env)
         return done.code, done.out + done.err
@@ -261,19 +288,21 @@ def set_up(tmp_path, bin_folder):
 def test_the_set_up_installs_a_torch_for_the_driver_once(set_up):
     more = ("tests/requirements.txt",)  # as scripts/test.sh does
     for driver, files, installed in (
-        (550, (), [choose_torch.CUDA12]),
+        (550, (), [nvidia.CUDA12]),
         (550, (), []),
-        (550, more, [choose_torch.CUDA12]),
+        (550, more, [nvidia.CUDA12]),
         (550, (), []),
         (550, more, []),
-        (580, (), [choose_torch.NEWEST]),
+        (580, (), [nvidia.NEWEST]),
     ):
         simulate(set_up.bin, driver, T4)
         code, out = set_up.run(*files, VIRTUAL_ENV="")
         assert (code, set_up.installed()) == (0, installed), out
         assert f"using {set_up.root}/.venv/bin/python" in out
+        assert f"{set_up.bin}/python3 is not used: it lacks torch\n" in out
+        assert ("about 5.5 GB" in out) == ("Collecting torch" in out) == bool(installed)
         noted = "Tesla T4 (driver 550.54); newer versions of torch need driver 580" in out
-        assert noted == (installed == [choose_torch.CUDA12])
+        assert noted == (installed == [nvidia.CUDA12])
 
 
 def test_the_set_up_says_what_it_lacks(set_up):
@@ -296,21 +325,36 @@ def test_the_set_up_says_what_it_lacks(set_up):
     fails.unlink()
     set_up.installed()
     assert set_up.run(VIRTUAL_ENV="")[0] == 0  # what was interrupted is done again
-    assert set_up.installed() == [choose_torch.NEWEST]
+    assert set_up.installed() == [nvidia.NEWEST]
 
 
-def test_an_active_environment_is_taken_when_its_torch_can_use_the_gpus(set_up):
+def test_an_environment_is_taken_when_its_torch_can_use_the_gpus(set_up):
     """Unless the oldest torch is asked for, which has an environment of its own."""
-    mine, own = f"{sys.prefix}/bin/python", f"{set_up.root}/.venv"
-    path = {"VIRTUAL_ENV": sys.prefix, "PATH": f"{sys.prefix}/bin:{set_up.bin}:/usr/bin:/bin"}
+    mine, own = f"{set_up.bin}/python", f"{set_up.root}/.venv"
+    lacks = next(line for line in PYTHON.splitlines() if "check_requirements" in line)
+    has_all = (set_up.bin / "python3").read_text().replace(f"{lacks}\n", "")
+    program(set_up.bin / "python", has_all)
     for driver, torch_of, installed, used in (
         ("", "", [], mine),
-        ("", "oldest", [choose_torch.CUDA12], f"{own}-oldest/bin/python"),
-        ("525", "", [choose_torch.CUDA12], f"{own}/bin/python"),
+        ("", "oldest", [nvidia.CUDA12], f"{own}-oldest/bin/python"),
+        ("525", "", [nvidia.CUDA12], f"{own}/bin/python"),
     ):
         if driver:
             simulate(set_up.bin, driver, T4)
-        code, out = set_up.run(**path, TORCH=torch_of)
+        code, out = set_up.run(VIRTUAL_ENV=str(set_up.bin), TORCH=torch_of)
         assert (code, set_up.installed()) == (0, installed), out
         assert f"using {used}\n" in out
-        assert ("The active environment is not used: torch" in out) == bool(driver)
+        assert ("/bin/python is not used: torch" in out) == bool(driver)
+
+
+@pytest.mark.parametrize("how", ["python3 on PATH", "python on PATH", "PYTHON"])
+def test_a_python_that_has_everything_is_taken_and_named(set_up, how):
+    """Also if no environment is active, as in a container, or under pyenv."""
+    (set_up.bin / "python3").unlink()
+    name = "python" if how == "PYTHON" else how.split()[0]
+    program(set_up.bin / name, f'#!/bin/bash\nexec {sys.executable} "$@"')
+    given = {"PYTHON": str(set_up.bin / name), "PATH": "/usr/bin:/bin"} if how == "PYTHON" else {}
+    code, out = set_up.run(VIRTUAL_ENV="", **given)
+    assert code == 0, out
+    assert f"Python: {set_up.bin / name}, which has all packages\n" in out
+    assert not (set_up.root / ".venv").exists()

@@ -1,18 +1,21 @@
 """One image: decoding against Pillow, resizing and cropping against torchvision."""
 
 import contextlib
+import importlib.util
 import io
 import random
+import struct
 import zlib
 
 import numpy as np
 import pytest
 import torch
+import torchvision.io
 from batches import encode, picture
 from PIL import Image, ImageOps
 from torchvision.transforms import v2
 
-from utils import images as im
+from utils.data import images as im
 
 TURNED = b"Exif\0\0II*\0\x08\0\0\0\x01\0\x12\x01\x03\0\x01\0\0\0\x06\0\0\0\0\0\0\0"
 SMALL = picture(90, 70)
@@ -48,13 +51,82 @@ def test_decode_gives_what_pillow_gives(kind):
     assert got.permute(1, 2, 0).is_contiguous(), "channels last is what makes resizing fast"
 
 
-def test_decode_scales_16_bits_down():
-    """Pillow's convert("RGB") would clip them to white."""
-    grey = np.random.default_rng(0).integers(0, 65536, (40, 60)).astype(np.uint16)
-    for kind in ("PNG", "TIFF"):
-        got = im.decode(encode(Image.fromarray(grey), kind)).numpy()
-        assert got.shape == (3, 40, 60)
-        assert abs(got.astype(int) - grey.astype(int) // 256).max() <= 1
+PHOTOMETRIC, SAMPLE_FORMAT = 262, 339  # tags of TIFF
+
+
+def tiff(values, tag=None, number=None):
+    """A TIFF file of one channel; ``number`` replaces the value that Pillow gives a tag."""
+    data = encode(Image.fromarray(values), "TIFF", tiffinfo={tag: number} if tag else {})
+    if tag:
+        at = data.index(struct.pack("<H", tag), struct.unpack_from("<I", data, 4)[0])
+        data = data[: at + 8] + struct.pack("<H", number) + data[at + 10 :]
+    return data
+
+
+def rgb_png_of_16_bits(values):
+    """A PNG file of 16 bits per channel, which Pillow cannot write. ``values``: [h, w, 3]."""
+
+    def chunk(kind, body):
+        return (
+            struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        )
+
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
+    head = struct.pack(">IIBBBBB", values.shape[1], values.shape[0], 16, 2, 0, 0, 0)
+    body = chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + body
+
+
+GREY = np.random.default_rng(0).integers(0, 65536, (40, 60)).astype(np.uint16)
+RGB = np.random.default_rng(1).integers(0, 65536, (40, 60, 3)).astype(np.uint16)
+HALF = GREY >> 1
+WIDE = {
+    "png": (encode(Image.fromarray(GREY), "PNG"), GREY >> 8),
+    "png, no value above half": (encode(Image.fromarray(HALF), "PNG"), HALF >> 8),
+    "pgm": (b"P5 60 40 65535\n" + GREY.astype(">u2").tobytes(), GREY >> 8),
+    "pgm of 10 bits": (b"P5 60 40 1023\n" + (GREY >> 6).astype(">u2").tobytes(), GREY >> 8),
+    "tiff": (tiff(GREY), GREY >> 8),
+    "tiff, white is 0": (tiff(GREY, PHOTOMETRIC, 0), (65535 - GREY) >> 8),
+    "tiff of 32 bits": (tiff(GREY.astype(np.int32) << 16, SAMPLE_FORMAT, 1), GREY >> 8),
+    "rgb png": (rgb_png_of_16_bits(RGB), (RGB >> 8).transpose(2, 0, 1)),
+}
+NO_RANGE = {
+    "float tiff 0..1": tiff(np.linspace(0, 1, 2400, dtype=np.float32).reshape(40, 60)),
+    "float tiff 0..4000": tiff(np.linspace(0, 4000, 2400, dtype=np.float32).reshape(40, 60)),
+    "signed tiff": tiff(GREY, SAMPLE_FORMAT, 2),
+    "signed tiff of 32 bits": tiff(GREY.astype(np.int32)),
+    "signed tiff of 8 bits": tiff(GREY.astype(np.uint8), SAMPLE_FORMAT, 2),
+    "12 bits in a tiff of 16": tiff(GREY >> 4),
+    "8 bits in a png of 16": encode(Image.fromarray(GREY >> 8), "PNG"),
+    "12 bits in an rgb png": rgb_png_of_16_bits(RGB >> 4),
+    "float pfm": b"Pf\n60 40\n-1.0\n" + np.ones((40, 60), "<f4").tobytes(),
+}
+
+
+@pytest.mark.parametrize("kind", WIDE)
+def test_wide_values_are_scaled_by_the_range_of_the_format(kind):
+    """Pillow's convert("RGB") would clip most of them to white."""
+    data, expected = WIDE[kind]
+    got = im.decode(data).numpy().astype(int)
+    assert got.shape == (3, 40, 60) and abs(got - expected.astype(int)).max() <= 1
+
+
+@pytest.mark.parametrize("kind", NO_RANGE)
+def test_a_file_without_a_known_range_is_unreadable(kind):
+    with pytest.raises(ValueError, match="convert it to 8 bits per channel"):
+        im.decode(NO_RANGE[kind])
+
+
+def test_without_torchvisions_decoder_pillow_gives_the_same_pixels(monkeypatch):
+    """torchvision 0.29 announces that it will be removed."""
+    files = [ODD[kind] for kind in ("jpeg", "progressive", "grey", "cmyk", "rotated")]
+    monkeypatch.delattr(torchvision.io, "decode_image")
+    spec = importlib.util.spec_from_file_location("images_without_decoder", im.__file__)
+    without = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(without)
+    assert without.decode_image is None
+    for data in files:
+        assert torch.equal(without.decode(data), im.decode(data))
 
 
 JPEG, PNG, TIFF = ODD["jpeg"], ODD["png"], ODD["tiff"]
@@ -91,10 +163,10 @@ def test_crop_and_resizing_is_torchvisions(size, mode):
     boxes = [(0, 0, 375, 500), (374, 499, 1, 1)]
     for number, box in enumerate(boxes + [im.random_box(draw, 375, 500) for _ in range(20)]):
         expected = v2.functional.resized_crop(image, *box, list(size), kind, antialias=True)
-        cut = im.Cut(box, size, (0, 0, *size), mirrored=number % 2 > 0)
-        expected = ImageOps.mirror(expected) if cut.mirrored else expected
+        crop = im.Crop(box, size, (0, 0, *size), mirrored=number % 2 > 0)
+        expected = ImageOps.mirror(expected) if crop.mirrored else expected
         source = decoded if number % 4 else decoded.contiguous()
-        apart = np.abs(im.view(source, cut, mode).numpy() - np.asarray(expected, np.int16))
+        apart = np.abs(im.resized_crop(source, crop, mode).numpy() - np.asarray(expected, np.int16))
         assert (apart > 1).mean() < 1e-4, "no more than another rounding"
         assert apart.max() <= (1 if mode == "bilinear" else 2)  # of two passes, and one overshoots
         means.append(apart.mean())
@@ -108,17 +180,17 @@ def test_crops_are_those_of_earlier_runs(smallest, checksum):
     Tiny and very long images hold few boxes, or none.
     """
     draw, shapes = random.Random(2), [(300, 900), (1, 1), (3, 2), (2, 5000), (5000, 2)]
-    cuts = [im.train_cut(shape, 224, draw, *smallest) for shape in shapes for _ in range(1000)]
-    assert zlib.crc32(repr([(cut.box, cut.mirrored) for cut in cuts]).encode()) == checksum
+    crops = [im.train_crop(shape, 224, draw, *smallest) for shape in shapes for _ in range(1000)]
+    assert zlib.crc32(repr([(crop.box, crop.mirrored) for crop in crops]).encode()) == checksum
 
 
 @pytest.mark.parametrize("shape", [(3, 60_000), (60_000, 3), (1, 1)])
 def test_views_of_extreme_images(shape):
     """Evaluation resizes their middle alone."""
-    cut = im.eval_cut(shape, 224, 256)
-    assert max(cut.size) <= 16 * 256
-    top, left, height, width = cut.box
+    crop = im.eval_crop(shape, 224, 256)
+    assert max(crop.size) <= 16 * 256
+    top, left, height, width = crop.box
     assert abs(2 * top + height - shape[0]) <= 1 and abs(2 * left + width - shape[1]) <= 1
     image = torch.zeros((3, *shape), dtype=torch.uint8)
-    for view in (cut, im.train_cut(shape, 224, random.Random(0))):
-        assert im.view(image, view).shape == (224, 224, 3)
+    for one in (crop, im.train_crop(shape, 224, random.Random(0))):
+        assert im.resized_crop(image, one).shape == (224, 224, 3)

@@ -1,13 +1,17 @@
 """The index of an image folder, its cache, and the choice of classes."""
 
 import os
+import time
 from unittest import mock
 
+import numpy as np
 import pytest
 
-from utils.errors import UserError
-from utils.extras import classes, list_cache
-from utils.folder import Folder, class_folders
+from utils.data import classes, list_cache
+from utils.data.folder import open_folder
+from utils.data.opening import class_folders
+from utils.data.sources import Archive, Index
+from utils.start.errors import UserError
 
 
 def make(root, *names):
@@ -37,13 +41,45 @@ def test_images_are_sorted_and_numbered_by_the_given_order_of_classes(tmp_path):
     named = [("c/4.jpeg", 0), ("c/more/deep/5.Png", 0), ("a/a.webp", 1), ("a/z.png", 1)]
     named += [("b/10.jpg", 2), ("b/2.JPEG", 2), *((name, 3) for name in names)]
     for _ in ("listed", "from the cache"):
-        assert contents(Folder(tmp_path, ["c", "a", "b", "ü"])) == named
+        assert contents(open_folder(tmp_path, ["c", "a", "b", "ü"])) == named
+
+
+def test_folders_named_like_images_and_what_systems_leave(tmp_path, capsys):
+    """A folder is never an image; what is left out is counted in one note."""
+    make(tmp_path, "a/1.jpg", "a/2.jfif", "a/3.JPE", "a/shots.png/4.jpg", "b/1.jpg")
+    left = (
+        "@eaDir/000.jpg/SYNOPHOTO_THUMB_XL.jpg",
+        "__MACOSX/1.jpg",
+        "Thumbs.db",
+        "#recycle/1.jpg",
+    )
+    make(tmp_path, *(f"{place}{name}" for place in ("a/", "") for name in left))
+    make(tmp_path, "a/list.txt", "a/x.HEIC", "a/y.heic", "b/README", "loose.jpg", "note.txt")
+    assert class_folders(tmp_path) == ["a", "b"]
+    for _ in range(2):
+        images = contents(open_folder(tmp_path, ["a", "b"], shows=True))
+        names = ["1.jpg", "2.jfif", "3.JPE", "shots.png/4.jpg"]
+        assert images == [*((f"a/{name}", 0) for name in names), ("b/1.jpg", 1)]
+    assert capsys.readouterr().out == (
+        f"note: left out of {tmp_path}: 4 files that are not images (.heic 2, .txt 1, README 1) "
+        "and 1 images that are in no class folder\n"
+    )
+
+
+def test_a_class_folder_replaced_by_one_of_the_same_time_is_noticed(tmp_path):
+    """As two archives that give all folders the same time."""
+    for name in ("1.jpg", "2.jpg"):
+        for path in (tmp_path / "a").glob("*"):
+            path.unlink()
+        make(tmp_path, f"a/{name}")
+        os.utime(tmp_path / "a", (1.7e9, 1.7e9))
+        assert contents(open_folder(tmp_path, ["a"])) == [(f"a/{name}", 0)]
 
 
 def test_fingerprint_is_of_the_names(tmp_path):
     """Two nodes may have the data in different folders, but not other files."""
     one, same, another = (
-        Folder(make(tmp_path / place, f"a/{name}.jpg", "b/1.jpg"), ["a", "b"])
+        open_folder(make(tmp_path / place, f"a/{name}.jpg", "b/1.jpg"), ["a", "b"])
         for place, name in (("here", 1), ("there", 1), ("other", 2))
     )
     assert one.fingerprint() == same.fingerprint() != another.fingerprint()
@@ -68,7 +104,7 @@ def test_class_folders(tmp_path):
         ("b", r"cannot read .*/b.*: Too many levels"),
     ):
         with pytest.raises(UserError, match=message):
-            Folder(tmp_path, ["a", name])
+            open_folder(tmp_path, ["a", name])
 
 
 # ---- --classes
@@ -95,6 +131,23 @@ def test_select_classes(tmp_path, choice, expected):
     with pytest.raises(UserError, match=r"--classes .*(there are 4|not a class folder)") as error:
         classes.select(choice, FOLDERS)
     assert str(error.value).isprintable()
+
+
+def test_the_21841_classes_of_imagenet_21k_take_no_time(tmp_path):
+    """Lists that are searched for each class would take 4 to 10 s each."""
+    names = [f"n{number:08d}" for number in range(21841)]
+    index = Index(
+        [],
+        names,
+        [1] * len(names),
+        b"".join(b"%s/1.jpg\0" % n.encode() for n in names),
+        np.zeros(len(names), [("place", "<i8"), ("bytes", "<i8")]),
+        np.zeros(len(names), int),
+    )
+    began = time.process_time()
+    assert classes.select(",".join(names), names) == names
+    assert len(Archive(tmp_path, names, index)) == len(names)
+    assert time.process_time() - began < 2
 
 
 # ---- the cache
@@ -128,9 +181,9 @@ def scans(monkeypatch):
 
 def test_no_class_is_listed_twice_and_all_is_the_same(root, scans):
     """A subset of the classes adds to the cache, and is taken from it."""
-    Folder(root, CLASSES[:1])
-    first, again = Folder(root, CLASSES), Folder(root, CLASSES)
-    some = contents(Folder(root, CLASSES[1:]))
+    open_folder(root, CLASSES[:1])
+    first, again = open_folder(root, CLASSES), open_folder(root, CLASSES)
+    some = contents(open_folder(root, CLASSES[1:]))
     assert sorted(scans) == sorted(CLASSES)
     assert contents(again) == contents(first)
     assert some == [(path, number - 1) for path, number in contents(first)[5:]]
@@ -140,37 +193,45 @@ def test_no_class_is_listed_twice_and_all_is_the_same(root, scans):
 
 
 def test_other_sizes_of_files_are_noticed(root):
-    mean, first = Folder(root, CLASSES).sample_sizes()
+    mean, first = open_folder(root, CLASSES).sample_sizes()
     assert mean == 4
     os.truncate(root / "b" / "deep" / "z.png", 5)
-    assert Folder(root, CLASSES).sample_sizes()[1] != first
+    assert open_folder(root, CLASSES).sample_sizes()[1] != first
+
+
+def test_a_sample_of_sizes_is_spread_over_all_classes(root):
+    """A bad copy of the last classes is noticed."""
+    first = open_folder(root, CLASSES).sample_sizes(most=3)
+    for path in (root / CLASSES[-1]).rglob("*.*"):
+        os.truncate(path, 50)
+    assert open_folder(root, CLASSES).sample_sizes(most=3) != first
 
 
 def test_change_lists_that_class_anew(root, scans):
-    Folder(root, CLASSES)
+    open_folder(root, CLASSES)
     scans.clear()
     (root / "b" / "deep" / "z.png").rename(root / "b" / "deep" / "new.jpg")
-    images = contents(Folder(root, CLASSES))
+    images = contents(open_folder(root, CLASSES))
     assert images[9] == ("b/deep/new.jpg", 1) and len(images) == 15
-    assert images == contents(Folder(root, CLASSES))
+    assert images == contents(open_folder(root, CLASSES))
     assert scans == ["b", "b"], "a second change in the same tick of the clock would go unnoticed"
 
 
 def test_damaged_cache_is_made_again(root, scans):
-    expected = contents(Folder(root, CLASSES))
+    expected = contents(open_folder(root, CLASSES))
     data = (root / list_cache.CACHE).read_bytes()
     half = len(data) // 2
     for damaged in (data[:half], data[:half] + b"\xff" * 64 + data[half + 64 :], b""):
         (root / list_cache.CACHE).write_bytes(damaged)
         scans.clear()
         for _ in range(2):
-            assert contents(Folder(root, CLASSES)) == expected
+            assert contents(open_folder(root, CLASSES)) == expected
             assert len(scans) == 3
 
 
 def test_read_only_folder_is_reported_and_used(root, capsys, monkeypatch):
     monkeypatch.setattr(os, "replace", mock.Mock(side_effect=OSError(30, "Read-only")))
-    assert len(Folder(root, CLASSES)) == 15
+    assert len(open_folder(root, CLASSES)) == 15
     assert capsys.readouterr().out == ""
-    assert len(Folder(root, CLASSES, shows=True)) == 15
+    assert len(open_folder(root, CLASSES, shows=True)) == 15
     assert f"cannot save the list of files in {root} (Read-only)" in capsys.readouterr().out

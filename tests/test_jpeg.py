@@ -15,12 +15,12 @@ from batches import encode, noise_index, picture
 from conftest import Result, python
 from test_images import ODD
 
-from utils import images as im
-from utils.errors import UserError
-from utils.extras import advice
-from utils.extras import region_decode as part_of
-from utils.images import ImageBatches, Reading
-from utils.samplers import Batch
+from utils import advice
+from utils.data import images as im
+from utils.data import region_decode as part_of
+from utils.data.images import ImageBatches, Reading
+from utils.data.samplers import Batch
+from utils.start.errors import UserError
 
 KINDS = {
     "4:2:0": {"subsampling": "4:2:0"},
@@ -197,7 +197,7 @@ def test_what_is_missing_is_reported(not_built, monkeypatch, capsys):
 def test_a_run_that_waits_for_decoding_gets_advice(not_built, logged):
     session = mock.MagicMock(args=SimpleNamespace(workers=1, data="photos"))
     session.train.reading = Reading(10, 800_000, 0.1, 1.0)
-    session.train.bad.source = SimpleNamespace(stores_pixels=False, path=lambda image: "x.JPEG")
+    session.train.bad.source = SimpleNamespace(path=lambda image: "x.JPEG")
     advice.bottleneck(session, {"IO/wait_share": 0.05})
     assert not logged
     advice.bottleneck(session, {"IO/wait_share": 0.5})

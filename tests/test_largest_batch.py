@@ -11,11 +11,11 @@ from joined import in_processes
 from o2_cases import network
 from torch import nn
 
-from utils.errors import UserError
-from utils.extras import find_batch
-from utils.extras.find_batch import GIB
-from utils.snapshots import TrainState
-from utils.world import World
+from utils import find_batch
+from utils.find_batch import GIB
+from utils.run.snapshots import TrainState
+from utils.start.errors import UserError
+from utils.start.world import World
 
 THIRD = int(4.6 * GIB / 12)  # values of four bytes that take a third of 4.6 GiB
 
@@ -43,7 +43,7 @@ class StandInGpu:
 
 def session(images: int = 10**6, values: int = 0, **changes: Any) -> SimpleNamespace:
     """As far as the search needs one; its model has ``values`` values, and few others."""
-    usual = {"accum_steps": 1, "compile": None, "ema": None}
+    usual = {"accum_steps": 1, "global_batch": None, "compile": None, "ema": None, "sync_bn": False}
     usual |= {"memory_format": torch.channels_last}
     model = network()
     if values:

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import logging
+import multiprocessing
 import signal
 import socket
 import time
@@ -14,9 +15,8 @@ from conftest import python, scalars, train
 from joined import start
 from running import Running, eventually
 
-from utils import run_directory
-from utils.errors import UserError
-from utils.extras import run_lock
+from utils.run import console, run_lock
+from utils.start.errors import UserError
 
 
 def thread_states(pid: int) -> set[str]:
@@ -43,19 +43,19 @@ def test_a_second_training_is_refused_while_the_first_lives_and_takes_its_place_
         first.result()
     second = train(*line)
     assert f"process {first.process.pid} on" in second.out
-    assert not (run / run_lock.LOCK).exists()
+    assert not {run_lock.LOCK, run_lock.OWNER} & {path.name for path in run.iterdir()}
     assert [x for x, _ in scalars(run)["Loss/train"]] == [1, 2]
 
 
 def holder(folder: Path) -> Running:
-    """A process that holds the lock of ``folder``, and writes its name into it."""
+    """A process that holds the lock of ``folder``, and writes its name beside it."""
     code = (
-        "import fcntl, os, sys, time\n"
-        "file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX)\n"
-        "print(f'process {os.getpid()} on another', file=file, flush=True)\n"
+        "import filelock, os, pathlib, sys, time\n"
+        "lock = filelock.FileLock(sys.argv[1]); lock.acquire()\n"
+        "pathlib.Path(sys.argv[2]).write_text(f'process {os.getpid()} on another')\n"
         "print('locked', flush=True); time.sleep(600)"
     )
-    return Running("-c", code, folder / run_lock.LOCK)
+    return Running("-c", code, folder / run_lock.LOCK, folder / run_lock.OWNER)
 
 
 @pytest.mark.parametrize("patient", [False, True])
@@ -87,15 +87,47 @@ def test_a_lock_that_is_given_up_while_another_takes_it_is_not_held_by_two(tmp_p
     flock = fcntl.flock
 
     def late(file, operation):
+        monkeypatch.setattr(fcntl, "flock", flock)
         first.release()
         flock(file, operation)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(fcntl, "flock", late)
-        assert not second.poll()
+    monkeypatch.setattr(fcntl, "flock", late)
+    assert not second.poll()
     assert third.poll()
     assert not second.poll()
+    assert not third.note  # nobody was killed
     third.release()
+    assert not list(tmp_path.iterdir())
+
+
+def test_files_of_another_owner_stay(tmp_path):
+    """Somebody removed the lock, as the message advises, and another run has begun there."""
+    first, second = run_lock.Lock(tmp_path), run_lock.Lock(tmp_path)
+    assert first.poll()
+    first.path.unlink()
+    second.text = "process 1 on another"
+    assert second.poll()
+    first.release()
+    assert second.owner.read_text() == second.text and second.path.exists()
+    assert not run_lock.Lock(tmp_path).poll()
+    second.release()
+
+
+def test_a_process_that_is_forked_neither_keeps_nor_releases_the_lock(tmp_path):
+    """Such as a data loading worker, which may outlive a killed training for a moment."""
+    one = run_lock.Lock(tmp_path)
+    assert one.poll()
+    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+    worker.start()
+    try:
+        assert not run_lock.Lock(tmp_path).poll()
+        one.release()
+        other = run_lock.Lock(tmp_path)
+        assert other.poll()
+        other.release()
+    finally:
+        worker.kill()
+        worker.join()
 
 
 def test_without_locks_in_the_file_system_one_line_warns(tmp_path, monkeypatch):
@@ -109,17 +141,19 @@ def test_without_locks_in_the_file_system_one_line_warns(tmp_path, monkeypatch):
         run_lock.Lock(tmp_path).poll()
 
 
+@pytest.mark.parametrize("name", [run_lock.LOCK, run_lock.OWNER])
 @pytest.mark.parametrize("kind", ["text", "link", "folder"])
-def test_an_owner_file_that_is_none_is_a_short_message_or_taken_over(tmp_path, kind):
+def test_a_file_of_that_name_that_is_none_is_a_short_message_or_taken_over(tmp_path, kind, name):
     """Nothing is written where a link leads; bytes of a terminal's commands are shown as text."""
-    path, one = tmp_path / run_lock.LOCK, run_lock.Lock(tmp_path)
+    path, one = tmp_path / name, run_lock.Lock(tmp_path)
     if kind == "text":
         path.write_bytes(b"\xff\xfe\x1b[2Jx")
         assert one.poll()
         record = logging.makeLogRecord({"msg": one.note, "levelno": logging.INFO})
-        assert "\\x1b[2Jx was killed" in run_directory.as_line(record)
+        shown = "\\x1b[2Jx was killed" in console.as_line(record)
+        assert shown == (name == run_lock.OWNER)
         one.release()
-        assert not path.exists()
+        assert not list(tmp_path.iterdir())
     elif kind == "link":
         path.symlink_to(tmp_path / "victim")
         with pytest.raises(UserError, match=f"{path} is a symbolic link.*remove it"):

@@ -1,4 +1,4 @@
-"""Mixup and CutMix: what is drawn, what becomes of pairs, and the same pairs in any slices."""
+"""Mixup and CutMix: what is drawn, what becomes of pairs, and the same pairs on all world sizes."""
 
 from types import SimpleNamespace
 
@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from utils import addons
-from utils.errors import UserError
-from utils.extras import mixing
-from utils.samplers import TrainSampler, epoch_order
+from utils.data import loaders, mixing
+from utils.data.samplers import TrainSampler, epoch_order
+from utils.start.errors import UserError
 
 SIZE, CLASSES = 8, 5
 # Columns: see `mixing.draw`.
@@ -65,7 +64,7 @@ def test_pairs_are_blended(dtype, layout):
     ("images", "batch", "ranks", "accum"),
     [(100, 6, 4, 1), (100, 2, 6, 2), (37, 16, 3, 1)],
 )
-def test_the_same_images_are_mixed_in_any_slices(images, batch, ranks, accum):
+def test_the_same_images_are_mixed_on_any_number_of_ranks(images, batch, ranks, accum):
     """By seed, epoch and step; also the odd last image of a small data set, without a partner."""
     alphas, seed, epoch, order = (0.4, 1.0), 7, 3, epoch_order(images, 7, 3).tolist()
     for rank in range(ranks):
@@ -85,7 +84,7 @@ def test_the_same_images_are_mixed_in_any_slices(images, batch, ranks, accum):
 
 
 @pytest.mark.parametrize(("ranks", "accum", "batch"), [(2, 1, 5), (1, 2, 3), (3, 1, 37)])
-def test_slices_that_separate_pairs_are_rejected_where_images_are_mixed(ranks, accum, batch):
+def test_ranks_that_separate_pairs_are_rejected_where_images_are_mixed(ranks, accum, batch):
     sampler = TrainSampler(40, batch, (0, ranks), accum, seed=0)
     for alphas in ((0.0, 1.0), (0.4, 0.0)):
         with pytest.raises(UserError, match="choose an even -b"):
@@ -94,11 +93,11 @@ def test_slices_that_separate_pairs_are_rejected_where_images_are_mixed(ranks, a
 
 def changed_by(**options: float) -> SimpleNamespace:
     """Training batches with these options, as far as they are changed."""
-    usual = {"mixup": 0.0, "cutmix": 0.0, "repeated_aug": 1}
-    args = SimpleNamespace(**usual | {"auto_augment": None, "random_erasing": 0.0} | options)
+    usual = {"mixup": 0.0, "cutmix": 0.0, "auto_augment": None, "random_erasing": 0.0}
+    args = SimpleNamespace(**usual | options)
     sampler, dataset = TrainSampler(8, 8, (0, 1), 1, seed=0), SimpleNamespace(augment=None)
     batches = SimpleNamespace(sampler=sampler, dataset=dataset, mix=None)
-    addons.change_training_batches(batches, args, CLASSES)
+    loaders.change_training_batches(batches, args, CLASSES)
     return batches
 
 
@@ -109,11 +108,8 @@ def test_mixup_blends_and_cutmix_pastes(option, blends):
     assert bool(((mixed > 0) & (mixed < 1)).any()) == blends
 
 
-def test_crops_and_their_order_are_changed_if_an_option_says_so():
-    plain, changed = changed_by(), changed_by(random_erasing=1.0, repeated_aug=2)
-    assert plain.dataset.augment is None and plain.sampler.reorder is None
+def test_crops_are_changed_if_an_option_says_so():
+    plain, changed = changed_by(), changed_by(random_erasing=1.0)
+    assert plain.dataset.augment is None and plain.mix is None
     black = torch.zeros(3, SIZE, SIZE, dtype=torch.uint8)
     assert changed.dataset.augment(black).any()
-    changed.sampler.start_at(0, 0)
-    (part,) = list(changed.sampler)[:1]
-    assert len({index % 8 for index in part.indices.tolist()}) == 4  # the same images twice

@@ -1,13 +1,11 @@
 """Models by name: heads, image sizes, pretrained weights (made up, nothing is downloaded)."""
 
-from unittest.mock import Mock
-
 import pytest
 import torch
 from torchvision.models import WeightsEnum, get_model
 
-from utils import models
-from utils.errors import UserError
+from utils.model import models
+from utils.start.errors import UserError
 
 AUXILIARY = ("googlenet", "inception_v3")
 META = pytest.mark.filterwarnings("ignore:.*copying from a non-meta parameter")
@@ -76,11 +74,11 @@ def test_an_unknown_name_is_answered_by_the_nearest_ones(monkeypatch):
         models.create("vgg-16", 10, 224)
     # Models for other tasks are not offered.
     assert not {"fcn_resnet50", "r3d_18", "maskrcnn_resnet50_fpn"} & set(models.names())
-    monkeypatch.setattr(models.addons, "timm_models", lambda: None)
+    monkeypatch.setattr(models, "has_timm", lambda: False)
     with pytest.raises(UserError, match="pip install timm"):
         models.check_name("tinynet_e")
-    more = Mock(**{"names.return_value": ["resnet18", "tin"]})
-    monkeypatch.setattr(models.addons, "timm_models", lambda: more)
+    monkeypatch.setattr(models, "has_timm", lambda: True)
+    monkeypatch.setattr("utils.model.timm_models.names", lambda: ["resnet18", "tin"])
     assert models.names().count("resnet18") == models.names().count("tin") == 1
 
 

@@ -11,7 +11,7 @@ from conftest import ROOT, scalars, summary, train
 from joined import Job, run_jobs
 from running import assert_same_weights
 
-from utils.errors import INTERRUPTED
+from utils.start.errors import INTERRUPTED
 
 SCRIPTS = ("imagenet_nd.py", "imagenet_dp.py", "imagenet_ddp.py", "imagenet_ddp_apex.py")
 SCRIPTS += ("imagenet_fsdp.py",)
@@ -122,7 +122,7 @@ def code(path: Path) -> list[str]:
 def test_a_script_differs_from_nd_by_its_mode_alone(script):
     difference = difflib.unified_diff(code(ROOT / SCRIPTS[0]), code(ROOT / script), n=0)
     signs = [line[0] for line in list(difference)[2:]]
-    assert 0 < signs.count("-") <= 20
+    assert 0 < signs.count("-") <= 24
     assert 0 < signs.count("+") <= 45
     assert loop_of(script) == loop_of(SCRIPTS[0])
 
@@ -130,7 +130,7 @@ def test_a_script_differs_from_nd_by_its_mode_alone(script):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_is_a_short_lesson(script):
     text = (ROOT / script).read_text()
-    assert len(text.splitlines()) <= 150
+    assert len(text.splitlines()) <= 160
     step = text.partition("    def train_step(")[2].partition("    def predict(")[0]
     assert ".backward()" in step
     assert re.search(r"(scaler\.step\(optimizer\)|optimizer\.step\(\))", step)

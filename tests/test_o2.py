@@ -1,7 +1,6 @@
 """The opt levels of Apex: what becomes float16, masters, loss scale, and the whole O2 recipe."""
 
 import functools
-from argparse import ArgumentParser
 from contextlib import nullcontext
 
 import pytest
@@ -12,13 +11,13 @@ from o2_cases import CPU, batch, groups, network, prepare, train, usual
 from running import same
 from torch import nn
 
-from utils.errors import UserError
-from utils.extras import o2
-from utils.extras.apex import add_options
-from utils.extras.muon import Muon
-from utils.extras.o2 import ENDLESS, LEVELS, SMALLEST, Amp, DistributedDataParallel, LossScaler
-from utils.optim import sgd
-from utils.world import World
+from utils.model import o2
+from utils.model.o2 import ENDLESS, LEVELS, SMALLEST, Amp, DistributedDataParallel, LossScaler
+from utils.model.optim import sgd
+from utils.model.options import add_apex
+from utils.start.errors import UserError
+from utils.start.option_types import Parser
+from utils.start.world import World
 
 HALF, FULL = torch.float16, torch.float32
 NORM = "1.weight 1.bias 1.running_mean 1.running_var"
@@ -90,16 +89,10 @@ def torchs_sgd(groups):
     return torch.optim.SGD(groups, 0.05, 0.9, foreach=False)
 
 
-def muon(groups):
-    """Muon for what has two dimensions."""
-    plain, matrices = groups
-    return Muon([{**matrices, "muon": True}, plain], 0.01, 0.9, (0.9, 0.999))
-
-
 @pytest.mark.parametrize(
     ("fixed", "build", "original"),
-    [(None, usual, torchs_sgd), (1024.0, usual, usual), (None, muon, muon)],
-    ids=["sgd", "fixed", "muon"],
+    [(None, usual, torchs_sgd), (1024.0, usual, usual)],
+    ids=["sgd", "fixed"],
 )
 def test_o2_equals_the_recipe_bit_for_bit(fixed, build, original):
     """Twelve steps; the loss of some is made so large that the float16 gradients overflow."""
@@ -194,8 +187,8 @@ def test_state_dict_is_float32_from_the_masters():
 
 def test_options_override_the_level(capsys):
     def level_of(line):
-        parser = ArgumentParser()
-        add_options(parser)
+        parser = Parser()
+        add_apex(parser)
         return o2.from_args(parser.parse_args(line.split()))
 
     assert level_of("") == LEVELS["O2"]
@@ -207,23 +200,10 @@ def test_options_override_the_level(capsys):
     assert "--loss-scale" in capsys.readouterr().err
 
 
-def test_an_all_reduce_that_is_delayed_has_one_bucket(process_group):
-    model = nn.Linear(1000, 1000)
-    usual, delayed = (DistributedDataParallel(model, delay_allreduce=x) for x in (False, True))
-    assert usual.bucket_bytes_cap < 2**30 < delayed.bucket_bytes_cap
-
-
 # ---- two processes
 
 STEPS, USUAL, OVERFLOWS = 4, [1] * 4, [1e8, 1, 1e8, 1]
-CASES = [  # arguments, micro-batches of a step, what multiplies rank 1's losses
-    ({}, 2, USUAL),
-    ({"delay_allreduce": True}, 1, USUAL),
-    ({"gradient_predivide_factor": 2.0}, 1, USUAL),  # torch's own order
-    ({"gradient_predivide_factor": 4.0}, 1, USUAL),
-    ({"allreduce_always_fp32": True}, 1, USUAL),
-    ({}, 1, OVERFLOWS),
-]
+CASES = [(2, USUAL), (1, OVERFLOWS)]  # micro-batches of a step, factors of rank 1's losses
 
 
 def replicas(rank, size, cases=CASES):
@@ -231,13 +211,13 @@ def replicas(rank, size, cases=CASES):
     return [train_replica(rank, size, *case) for case in cases]
 
 
-def train_replica(rank, size, options, micro, weights):
+def train_replica(rank, size, micro, weights):
     torch.manual_seed(0)
     layers = nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(128, 5)
     amp, model = Amp(World(CPU, rank, size)), nn.Sequential(*layers)  # the mean over images
     optimizer = sgd([{"params": [*model.parameters()]}], 0.05, 0.9, 1e-3)
     model, optimizer = amp.initialize(model, optimizer, "O2")
-    replica, scales = DistributedDataParallel(model, **options), []
+    replica, scales = DistributedDataParallel(model), []
     for step in range(STEPS):
         source = torch.Generator().manual_seed(step)
         images = torch.randn(8, 3, 8, 8, generator=source).chunk(size)[rank].chunk(micro)
@@ -257,7 +237,7 @@ def train_replica(rank, size, options, micro, weights):
 
 def test_two_processes_update_as_one_on_the_joined_batch():
     """And they skip a step together when one overflows."""
-    ((alone, _),) = in_processes(1, functools.partial(replicas, cases=[({}, 1, USUAL)]))[0]
+    ((alone, _),) = in_processes(1, functools.partial(replicas, cases=[(1, USUAL)]))[0]
     first, second = in_processes(2, replicas)
     assert first == second
     assert first[-1][1] == [2.0**15, 2.0**15, 2.0**14, 2.0**14]

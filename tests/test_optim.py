@@ -1,9 +1,7 @@
 """Optimisers by name: against torch's own, in snapshots, with O2's masters; learning rates."""
 
 import math
-from argparse import Namespace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,29 +10,30 @@ from test_checkpoint import resume
 from torch import nn
 from torchvision.models import get_model
 
-from utils import optim, options
-from utils.errors import UserError
-from utils.extras import muon
-from utils.extras.muon import Muon, orthogonal
-from utils.extras.o2 import LossScaler
-from utils.optim import learning_rate, scale_lr
-from utils.snapshots import TrainState, snapshot_of, write
-from utils.world import World
+from utils import options
+from utils.model import optim
+from utils.model.o2 import LossScaler
+from utils.model.optim import learning_rate, scale_lr
+from utils.model.options import set_defaults
+from utils.run.snapshots import TrainState, snapshot_of, write
+from utils.start.errors import UserError
+from utils.start.option_types import Options
+from utils.start.world import World
 
 CPU = torch.device("cpu")
 WORLD = World(CPU)
 
 
-def options_of(*line: str, **more) -> Namespace:
+def options_of(*line: str, **more) -> Options:
     """The options of an optimiser, settled."""
     args = options.build_parser("", "").parse_args(line)
     vars(args).update(more)
-    optim.set_defaults(args)
-    return args
+    set_defaults(args)
+    return Options(**vars(args))
 
 
 def network() -> nn.Module:
-    """A first layer, two for Muon (one of them a convolution), batch norm, a last layer."""
+    """Two convolutions, batch norm, two linear layers; channels last."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(3, 8, 3),
@@ -80,35 +79,38 @@ def test_by_name_they_are_those_of_torch_bit_for_bit(line, original):
 
 
 @pytest.mark.parametrize(
-    ("arch", "matrices", "outside", "small"),
+    ("arch", "matrices", "small"),
     [
-        ("resnet18", 19, "conv1.weight fc.weight", "bn1.weight layer1.0.bn2.bias fc.bias"),
+        ("resnet18", "conv1.weight fc.weight", "bn1.weight layer1.0.bn2.bias fc.bias"),
         (
             "vit_b_32",
-            48,
             "conv_proj.weight heads.head.weight",
             "class_token encoder.pos_embedding encoder.ln.weight conv_proj.bias",
         ),
-        ("convnext_tiny", 39, "classifier.2.weight", "features.1.0.layer_scale features.0.1.bias"),
-        ("mobilenet_v2", 34, "features.1.conv.0.0.weight", "classifier.1.bias"),
+        (
+            "swin_t",
+            "features.0.0.weight head.weight",
+            "features.1.0.attn.relative_position_bias_table norm.bias",
+        ),
+        ("convnext_tiny", "classifier.2.weight", "features.1.0.layer_scale features.0.1.bias"),
+        ("mobilenet_v2", "features.1.conv.0.0.weight", "classifier.1.bias"),
     ],
 )
-def test_norms_and_biases_have_a_decay_of_their_own(arch, matrices, outside, small):
-    """And Muon is for the matrices inside."""
+def test_norms_and_biases_have_a_decay_of_their_own(arch, matrices, small):
     with torch.device("meta"):
         model = get_model(arch)
     names = {weight: name for name, weight in model.named_parameters()}
-    for line, decays in (("", [1e-4, 0]), ("--optimizer muon", [0.05, 0.05, 0])):
-        groups = optim.build(options_of(*line.split(), "--wd-norm", "0"), model).param_groups
-        assert [group["weight_decay"] for group in groups] == decays
-        *inside, large, vectors = [{names[p] for p in group["params"]} for group in groups]
-        assert set(small.split()) <= vectors
-        assert set(outside.split()) <= large
-        assert set().union(*inside, large, vectors) == set(names.values())
-    assert len(inside[0]) == matrices
+    groups = optim.build(options_of("--wd-norm", "0"), model).param_groups
+    assert [group["weight_decay"] for group in groups] == [1e-4, 0]
+    large, vectors = [{names[p] for p in group["params"]} for group in groups]
+    assert set(small.split()) <= vectors
+    assert set(matrices.split()) <= large
+    assert large | vectors == set(names.values())
+    tables = {name for name in names.values() if name.endswith("_table")}
+    assert tables <= vectors
 
 
-@pytest.mark.parametrize("name", ["sgd", "muon"])
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_what_is_frozen_is_not_in_the_optimiser(name):
     model = network()
     model[:5].requires_grad_(False)
@@ -116,73 +118,9 @@ def test_what_is_frozen_is_not_in_the_optimiser(name):
     assert group["params"] == [*model[5].parameters()]
 
 
-# ---- Muon
-
-
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
-def test_muon_is_that_of_torch_bit_for_bit(monkeypatch):
-    """A convolution is the matrix of its filters; what is not hidden is AdamW's, with its betas."""
-    monkeypatch.setattr(muon, "WIDE", 1000)  # torch has no other way for wide matrices
-    model, plain = network(), network()
-    line = "--optimizer muon --wd-norm 0.01 --betas 0.8,0.95"
-    ours = optim.build(options_of(*line.split()), model)
-    ours.dtype = torch.bfloat16
-    matrix = nn.Parameter(plain[2].weight.detach().reshape(12, 72))
-    hidden = [matrix, plain[4].weight]
-    theirs = torch.optim.Muon(hidden, 1e-3, 0.05, 0.95, adjust_lr_fn="match_rms_adamw")
-    rest = [
-        {"params": [plain[0].weight, plain[5].weight], "weight_decay": 0.05},
-        {"params": [p for p in plain.parameters() if p.ndim == 1], "weight_decay": 0.01},
-    ]
-    adamw = torch.optim.AdamW(rest, 1e-3, betas=(0.8, 0.95))
-
-    def step():
-        matrix.grad = plain[2].weight.grad.reshape(12, 72)
-        theirs.step()
-        adamw.step()
-        plain[2].weight.data.copy_(matrix.view(12, 8, 3, 3))
-
-    both = SimpleNamespace(step=step, zero_grad=plain.zero_grad)
-    assert same(steps(model, ours), steps(plain, both))
-
-
-def test_way_by_gram_matrices_is_as_exact(monkeypatch):
-    torch.manual_seed(0)
-    wide = torch.randn(64, 512, dtype=torch.float64)
-    results = [orthogonal(matrix, torch.float64) for matrix in (wide, wide.T)]
-    monkeypatch.setattr(muon, "WIDE", 1000)
-    usual = orthogonal(wide, torch.float64)
-    torch.testing.assert_close(results, [usual, usual.T], rtol=1e-9, atol=1e-9)
-    assert not torch.equal(results[0], usual), "another way it is"
-
-
-def test_a_step_that_overflows_leaves_no_trace():
-    """Also the first one; and gradients that carry a scale are divided by it on the device."""
-
-    def go(overflows, scale):
-        model = network()
-        groups = optim.build(options_of("--optimizer", "muon"), model).param_groups
-        groups = [{k: x[k] for k in ("params", "weight_decay", "muon") if k in x} for x in groups]
-        built, good = Muon(groups, 1e-3, 0.95, (0.9, 0.999), fused=True), 0
-        for bad in overflows:
-            built.found_inf, built.grad_scale = torch.tensor(float(bad)), torch.tensor(scale)
-            images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(good))
-            loss = model(images).square().mean() * scale
-            (loss * torch.inf if bad else loss).backward()
-            built.step()
-            built.zero_grad()
-            good += not bad
-        state = [value for entry in built.state.values() for value in entry.values()]
-        return [*map(torch.detach, model.parameters()), *state]
-
-    results = go([1, 0, 1, 1, 0], 2.0**10)
-    assert same(results, go([0, 0], 1.0))
-    assert not same(results[:2], [*network().parameters()][:2])
-
-
 # ---- snapshots
 
-ARGS = Namespace(arch="tiny", evaluate=False, start_epoch=None, ema=None)
+ARGS = Options(arch="tiny", evaluate=False, start_epoch=None, ema=None)
 
 
 def state_of(line: str) -> TrainState:
@@ -196,7 +134,7 @@ def saved(state: TrainState, path: Path, **options: str) -> Path:
     return path
 
 
-LINES = ["--optimizer adamw --wd-norm 0", "--optimizer muon", "--optimizer nesterov --wd-norm 0.01"]
+LINES = ["--optimizer adamw --wd-norm 0", "", "--optimizer nesterov --wd-norm 0.01"]
 
 
 # An optimiser that this suite does not have needs no line in the snapshot's code.
@@ -231,27 +169,51 @@ def test_the_state_of_another_optimiser_is_refused(tmp_path):
     steps(state.model, state.optimizer)
     with pytest.raises(UserError, match=message + ".*--pretrained"):
         resume(state_of(""), ARGS, saved(state, path))
-    state = state_of("--optimizer muon")
+    state = state_of("")
     steps(state.model, state.optimizer)
-    saved(state, path, optimizer="muon")
-    new, args = state_of(adamw), Namespace(**vars(ARGS), optimizer="adamw")
-    with pytest.raises(UserError, match="was made with --optimizer muon"):
+    saved(state, path, optimizer="sgd")
+    new, args = state_of(adamw), Options(**vars(ARGS), optimizer="adamw")
+    with pytest.raises(UserError, match="was made with --optimizer sgd"):
         resume(new, args, path)
-    args.start_epoch = 0  # from its weights alone
+    args = args.replaced(start_epoch=0)  # from its weights alone
     assert resume(new, args, path)
     assert same(new.model.state_dict(), state.model.state_dict())
     assert not new.optimizer.state
+
+
+@pytest.mark.parametrize(
+    ("options", "gone"),
+    [
+        ({"optimizer": "muon"}, "--optimizer muon"),
+        ({"drop_path": 0.1}, "--drop-path 0.1"),
+        ({"allreduce": "fp32"}, "--allreduce fp32"),
+        ({"repeated_aug": 3}, "--repeated-aug 3"),
+        ({"drop_path": None, "allreduce": "sum-divide", "repeated_aug": 1}, None),
+        ({"zero_init_gamma": True, "bucket_mb": 3.0, "delay_allreduce": True}, None),
+    ],
+)
+def test_a_snapshot_of_a_removed_feature_is_refused_in_one_line(tmp_path, options, gone):
+    """But neither defaults of removed options, nor what concerned the first weights or speed."""
+    path = saved(state_of(""), tmp_path / "snapshot.pt", **options)
+    new, args = state_of(""), Options(**vars(ARGS), optimizer="sgd")
+    if gone:
+        with pytest.raises(
+            UserError, match=f"made with {gone}, which was removed: .*--start-epoch"
+        ):
+            resume(new, args, path)
+        args = args.replaced(start_epoch=0)
+    assert resume(new, args, path)
 
 
 # ---- options
 
 
 def test_what_was_not_typed_is_usual_for_the_optimiser():
-    usual = {"sgd": (0.1, 0.9, 1e-4), "adamw": (1e-3, 0.9, 0.05), "muon": (1e-3, 0.95, 0.05)}
+    usual = {"sgd": (0.1, 0.9, 1e-4), "adamw": (1e-3, 0.9, 0.05)}
     for name, values in usual.items():
         args = options_of("--optimizer", name)
         assert (args.lr, args.momentum, args.weight_decay) == values
-    args = options_of("--optimizer", "muon", lr=0.5, momentum=0.0, weight_decay=0.0)
+    args = options_of("--optimizer", "adamw", lr=0.5, momentum=0.0, weight_decay=0.0)
     assert (args.lr, args.momentum, args.weight_decay) == (0.5, 0.0, 0.0)
 
 
@@ -259,9 +221,7 @@ def test_what_was_not_typed_is_usual_for_the_optimiser():
     ("line", "message"),
     [
         ("imagenet_nd --optimizer nesterov --momentum 0", "needs a --momentum"),
-        ("imagenet_ddp_apex --optimizer muon --opt-level O3", "O2 keeps float32 masters"),
-        ("imagenet_nd --zero-init-gamma --pretrained=True", "is for new weights: not with"),
-        ("imagenet_nd --profile --dummy", "--profile traces training: leave out"),
+        ("imagenet_ddp_apex --optimizer adamw --opt-level O3", "O2 keeps float32 masters"),
         ("imagenet_nd --profile -e --pretrained=True", "--profile traces training: leave out"),
     ],
 )

@@ -11,8 +11,8 @@ import webdataset
 from preparing import fail, folder_of, images, put, succeed
 from pyarrow import parquet
 
-from utils.errors import UserError
-from utils.folder import class_folders
+from utils.data.opening import class_folders
+from utils.start.errors import UserError
 
 WORDNET = ("n01440764", "n01443537", "n02012849", "n03126707")
 # As in ImageNet: the names of two classes are equal.
@@ -127,3 +127,20 @@ def test_other_files_and_a_missing_package(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     line = fail("parquet", tmp_path / "in", tmp_path / "out")
     assert line == "error: parquet files need pyarrow: pip install pyarrow"
+
+
+@pytest.mark.parametrize("label", [-1, None])
+def test_files_without_any_label(tmp_path, label):
+    write(tmp_path / "hub/train-0.parquet", [(b"x", "1.jpg", label)] * 3)
+    message = fail("parquet", tmp_path / "hub", tmp_path / "out")
+    assert "has a label (all are -1 or null)" in message
+
+
+def test_images_without_names_are_numbered_through_all_files(tmp_path):
+    for number in range(2):
+        rows = [(b"%d" % (2 * number + i), None, i) for i in range(2)]
+        write(tmp_path / f"hub/train-{number}.parquet", [*rows, (b"x", None, -1)], ["a", "b"])
+    assert "left out: 2 images" in succeed(
+        "parquet", tmp_path / "hub", tmp_path / "out", "--folders"
+    )
+    assert sorted(images(tmp_path / "out").values()) == [b"0", b"1", b"2", b"3"]

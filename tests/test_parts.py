@@ -11,12 +11,10 @@ from running import same
 from torch import nn
 from torchvision.models import get_model, resnet
 from torchvision.models.vision_transformer import VisionTransformer, interpolate_embeddings
-from torchvision.ops import StochasticDepth
 
-from utils import models
-from utils.errors import UserError
-from utils.extras import blocks, foreign
-from utils.preprocessing import Preprocessing
+from utils.data.preprocessing import Preprocessing
+from utils.model import blocks, models, pretrained_weights
+from utils.start.errors import UserError
 
 
 def small_resnet(classes=5, seed=0):
@@ -58,7 +56,7 @@ def test_weights_for_other_classes_leave_the_head_new(tmp_path, monkeypatch):
     new = small_resnet().state_dict()
     for path in (file, "model.safetensors"):
         model = small_resnet()
-        (note,) = foreign.load_weights(model, path, "resnet18", 5)
+        (note,) = pretrained_weights.load_weights(model, path, "resnet18", 5)
         for name, value in model.state_dict().items():
             kept = name.startswith("fc.") or name not in state
             assert torch.equal(value, (new if kept else state)[name]), name
@@ -71,7 +69,7 @@ def test_weights_for_other_classes_leave_the_head_new(tmp_path, monkeypatch):
 def test_position_embeddings_are_resized_to_the_images(tmp_path):
     state = small_vit(size=16, seed=1).state_dict()
     file, model = saved(tmp_path, state), small_vit(size=24)
-    (note,) = foreign.load_weights(model, file, "vit", 5)
+    (note,) = pretrained_weights.load_weights(model, file, "vit", 5)
     expected = interpolate_embeddings(24, 4, dict(state))
     assert same(model.state_dict(), expected)
     assert "encoder.pos_embedding resized from 1 x 17 x 8 to 1 x 37 x 8" in note
@@ -90,8 +88,8 @@ def test_a_file_that_does_not_fit_is_a_sentence(tmp_path, content, sentence):
     file = saved(tmp_path, content)
     args = Namespace(arch="resnet18", pretrained=file)
     with pytest.raises(UserError, match=sentence):
-        foreign.expected_preprocessing(args, local=True)
-        foreign.load_weights(small_resnet(), file, "resnet18", 5)
+        pretrained_weights.expected_preprocessing(args, local=True)
+        pretrained_weights.load_weights(small_resnet(), file, "resnet18", 5)
 
 
 def test_what_follows_the_option_may_be_the_data(options_of, folder, tmp_path):
@@ -100,7 +98,7 @@ def test_what_follows_the_option_may_be_the_data(options_of, folder, tmp_path):
     for words, pretrained in ((line, True), ((*line, file), file)):
         args = options_of(*words)
         assert (args.pretrained, args.data, args.image_size) == (pretrained, str(folder), 299)
-        assert args.preprocessing == foreign.published_preprocessing("inception_v3")
+        assert args.preprocessing == pretrained_weights.published_preprocessing("inception_v3")
     with pytest.raises(UserError, match="is a folder, not a file"):
         options_of(*line, tmp_path)
 
@@ -163,32 +161,6 @@ def test_activations_computed_twice_give_the_same_bits(build, size):
     weights, less = train(model, size)
     assert same(weights, expected)
     assert less < 0.8 * much
-
-
-# ---- --zero-init-gamma, --drop-path
-
-
-@pytest.mark.parametrize("arch", ["resnet18", "resnet50"])
-def test_blocks_begin_as_the_identity_as_in_torchvision(arch):
-    torch.manual_seed(0)
-    expected = get_model(arch, zero_init_residual=True)
-    torch.manual_seed(0)
-    model = get_model(arch)
-    blocks.zero_init_gamma(model)
-    assert same(model.state_dict(), expected.state_dict())
-
-
-def probabilities(model):
-    return [drop.p for drop in model.modules() if isinstance(drop, StochasticDepth)]
-
-
-def test_stochastic_depth_is_that_of_torchvision():
-    with torch.device("meta"):
-        model = models.create("convnext_tiny", 10, 64, False, 0.3)
-        expected = get_model("convnext_tiny", stochastic_depth_prob=0.3)
-        with pytest.raises(UserError, match="no stochastic depth"):
-            models.create("resnet18", 10, 64, False, 0.3)
-    assert probabilities(model) == pytest.approx(probabilities(expected))
 
 
 # ---- the options together

@@ -1,6 +1,7 @@
 """The pre-flight check before training on several nodes; in namespaces: test_wrappers."""
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -13,9 +14,8 @@ import torch
 from conftest import ROOT, shell
 from running import Running, eventually, free_port
 
-from utils import launch
-from utils.errors import UserError
-from utils.extras import preflight
+from utils.start import addresses, preflight
+from utils.start.errors import UserError
 
 HERE = "127.0.0.1"
 
@@ -30,7 +30,7 @@ def line(port):
     """Gives the command of the check, which the wrappers run before torchrun."""
 
     def command(rank, nodes=2, processes=1, wait=60, master=HERE):
-        return f"python -m utils.extras.preflight {rank} {nodes} {processes} {master}:{port} {wait}"
+        return f"python -m utils.start.preflight {rank} {nodes} {processes} {master}:{port} {wait}"
 
     return command
 
@@ -43,7 +43,7 @@ def begun(line: str) -> Running:
 def test_nodes_that_agree_meet_and_leave_the_port(line, port):
     """At once: node 0's process continues, and torch's rendezvous takes the port."""
     code = (
-        "import socket; from utils.extras import preflight\n"
+        "import socket; from utils.start import preflight\n"
         f"preflight.meet(0, 3, 1, ('{HERE}', {port}), 60)\n"
         f"socket.create_server(('{HERE}', {port}))"
     )
@@ -68,9 +68,9 @@ def test_missing_nodes_are_counted_and_named_on_every_node(line, port):
 @pytest.mark.parametrize(
     ("nodes", "words"),
     [
-        ([(0, {}), (1, {"nodes": 3})], ("--world-size", ": 2 on", ", 3 on", "same")),
+        ([(0, {}), (1, {"nodes": 3})], ("--nodes", ": 2 on", ", 3 on", "same")),
         ([(0, {}), (1, {"processes": 2})], ("processes per node differs", "1 on", "2 on")),
-        ([(r, {"nodes": 3}) for r in (0, 1, 1)], ("two nodes have rank 1 (--rank", "its own")),
+        ([(r, {"nodes": 3}) for r in (0, 1, 1)], ("two nodes have rank 1 (--node-rank", "its own")),
         ([(0, {}), (0, {})], ("two nodes have rank 0", "its own")),
         ([(0, {"master": "no.invalid"}), (1, {"master": "no.invalid"})], ("cannot be resolved",)),
         ([(0, {"master": "192.0.2.1"})], ("192.0.2.1 is not an address of this machine",)),
@@ -82,10 +82,10 @@ def test_a_set_up_that_cannot_work_ends_all(line, nodes, words):
 
 
 def test_a_port_in_use_is_refused_on_every_node(line, port):
-    """The other program accepts and says nothing. For a launcher, whose next attempt chooses
+    """The other program accepts and says nothing. For torchrun, whose restart chooses
     another port, it is not bad input."""
     with socket.create_server((HERE, port)):
-        first, other, launched = shell(line(0), line(1), f"IMAGENET_ELASTIC=1 {line(0)}")
+        first, other, launched = shell(line(0), line(1), f"TORCHELASTIC_MAX_RESTARTS=1 {line(0)}")
     first.fails_with(f"port {port} of {HERE} is taken by another program")
     other.fails_with(f"what answers at {HERE}:{port} is not node 0")
     assert launched.code == 69, launched
@@ -149,14 +149,17 @@ OTHER_TORCH = "Metadata-Version: 2.1\nName: torch\nVersion: 1.99.0\n"
 @pytest.mark.parametrize(
     ("file", "more", "words"),
     [
-        ("utils/samplers.py", "# more\n", ("this code differs", "utils/samplers.py", "copy it")),
+        (
+            "utils/data/samplers.py",
+            "# more\n",
+            ("this code differs", "utils/data/samplers.py", "copy it"),
+        ),
         ("torch-1.99.0.dist-info/METADATA", OTHER_TORCH, ("torch differs", "1.99 on", "install")),
     ],
 )
 def test_nodes_with_other_code_or_another_torch(line, tmp_path, file, more, words):
     other = tmp_path / "other"  # of the second node
-    for part in ("utils", "scripts/recipes"):
-        shutil.copytree(ROOT / part, other / part)
+    shutil.copytree(ROOT / "utils", other / "utils")
     (other / file).parent.mkdir(exist_ok=True)
     with open(other / file, "a") as changed:
         changed.write(more)
@@ -181,7 +184,7 @@ def test_the_check_ends_with_the_wrapper_that_has_started_it(line):
 
 @pytest.mark.parametrize("words", ["0 2 x h:1", "0 2 1", "0 2 1 h:1 -5"])
 def test_wrong_arguments_of_the_check_are_one_error_line(words):
-    shell(f"python -m utils.extras.preflight {words}")[0].fails_with("usage: python -m utils")
+    shell(f"python -m utils.start.preflight {words}")[0].fails_with("usage: python -m utils")
 
 
 # ---- questions about the network
@@ -190,14 +193,29 @@ WRONG = ["10.0.0.1:80", "tcp://:80", "http://10.0.0.1:80"]
 WRONG += [f"tcp://10.0.0.1{port}" for port in ("", ":0", ":65536", ":port", ":80/path")]
 
 
+def test_files_of_every_room_are_compared():
+    """Not only those at the top."""
+    rooms = {"start", "data", "model", "run"}
+    assert {f"utils/{room}/__init__.py" for room in rooms} <= preflight.code().keys()
+
+
+def test_the_interface_that_a_user_has_chosen_stays(monkeypatch):
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "mine")
+    monkeypatch.setattr(preflight, "interface_towards", lambda _: "eth7")
+    preflight.find_master(0, 2, (HERE, 1), 1.0)
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    assert [os.environ[name] for name in names] == ["mine", "mine"]
+
+
 def test_urls_of_the_master():
-    assert launch.parse_tcp_url("tcp://localhost:65535/") == ("localhost", 65535)
-    assert launch.parse_tcp_url("tcp://[fe80::1]:80") == ("fe80::1", 80)
+    assert addresses.parse_tcp_url("tcp://localhost:65535/") == ("localhost", 65535)
+    assert addresses.parse_tcp_url("tcp://[fe80::1]:80") == ("fe80::1", 80)
     with pytest.raises(UserError, match="in place of MASTER_IP and MASTER_PORT, such as tcp://"):
-        launch.parse_tcp_url("tcp://MASTER_IP:MASTER_PORT")
+        addresses.parse_tcp_url("tcp://MASTER_IP:MASTER_PORT")
     for url in WRONG:
         with pytest.raises(UserError, match=f"{re.escape(url)} is not of the form tcp://HOST:PORT"):
-            launch.parse_tcp_url(url)
+            addresses.parse_tcp_url(url)
 
 
 def test_a_master_that_starts_late_is_waited_for(port, monkeypatch, capsys):
@@ -215,3 +233,6 @@ def test_a_master_that_starts_late_is_waited_for(port, monkeypatch, capsys):
         preflight.rendezvous(f"{HERE}:{port}")  # on the master, another program's
     with pytest.raises(UserError, match=r"no\.invalid cannot be resolved"):
         preflight.connect("no.invalid", port, 60.0)
+    with pytest.raises(UserError, match=r"172\.31\.\.10 cannot be resolved .*no valid name"):
+        preflight.connect("172.31..10", port, 60.0)
+    assert preflight.address_towards("172.31..10") is None

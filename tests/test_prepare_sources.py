@@ -69,6 +69,26 @@ def test_fashion_mnist(tmp_path):
     assert f"neither {damaged.name} nor {damaged.name}.gz is in {source}" in fail(*command)
 
 
+@pytest.mark.parametrize(
+    ("command", "reader", "file"),
+    [
+        ("fashion-mnist", "FashionMNIST", "the four .gz files of github.com/zalandoresearch/"),
+        ("cifar10", "CIFAR10", "download cifar-10-python.tar.gz from www.cs.toronto.edu"),
+    ],
+)
+def test_without_internet_it_says_how_to_get_the_data(monkeypatch, tmp_path, command, reader, file):
+    def download(*_, **__):
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(datasets, reader, download)
+    monkeypatch.setattr("prepare.sources.DEBIAN_FASHION", tmp_path / "none")
+    if reader == "CIFAR10":
+        download.tgz_md5 = ""
+    line = fail(command, tmp_path / "out")
+    assert "from the internet (Name or service not known)" in line
+    assert file in line and "--source F" in line
+
+
 def test_cifar10(monkeypatch, tmp_path):
     numbers, pixels = np.random.default_rng(0), {}
     files = {"batches.meta": pickle.dumps({"label_names": list("abcdefghij")})}

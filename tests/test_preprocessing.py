@@ -10,24 +10,26 @@ from conftest import python, summary
 from PIL import Image
 from torchvision.models import VisionTransformer, get_model_weights
 
-from utils import addons, amp, loop, models
-from utils.errors import UserError
-from utils.extras import foreign
-from utils.folder import Folder
-from utils.images import ImageBatches
-from utils.options import Options
-from utils.preprocessing import IMAGENET, SIZES, Preprocessing
-from utils.samplers import EvalSampler, TrainSampler
-from utils.world import World
+from utils import loop
+from utils.data import progressive
+from utils.data.folder import open_folder
+from utils.data.images import ImageBatches
+from utils.data.preprocessing import IMAGENET, SIZES, Preprocessing
+from utils.data.samplers import EvalSampler, TrainSampler
+from utils.data.sources import Source
+from utils.model import amp, models, pretrained_weights
+from utils.start.errors import UserError
+from utils.start.option_types import Options
+from utils.start.world import World
 
 
 @pytest.fixture
-def index(tmp_path) -> Folder:
+def index(tmp_path) -> Source:
     """JPEG files like photographs: upright, lying on its side, and a small long one."""
     (tmp_path / "c").mkdir()
     for number, shape in enumerate([(645, 480), (500, 700), (61, 600)]):
         picture(*shape, seed=number).save(tmp_path / "c" / f"{number}.jpg", quality=95)
-    return Folder(tmp_path, ["c"])
+    return open_folder(tmp_path, ["c"])
 
 
 def evaluated(index, preprocessing) -> torch.Tensor:
@@ -40,7 +42,7 @@ def evaluated(index, preprocessing) -> torch.Tensor:
 
 @pytest.mark.parametrize("arch", ["inception_v3", "resnet50", "swin_t", "efficientnet_v2_l"])
 def test_pixels_are_those_of_torchvisions_own_transforms(index, arch):
-    images = evaluated(index, foreign.published_preprocessing(arch))
+    images = evaluated(index, pretrained_weights.published_preprocessing(arch))
     transform = get_model_weights(arch).DEFAULT.transforms()
     for number in range(len(index)):
         expected = transform(Image.open(index.path(number)).convert("RGB"))
@@ -153,8 +155,8 @@ def test_evaluation_uses_the_preprocessing_of_training(folder, tmp_path):
     ],
 )
 def test_sizes(text, epochs, sizes):
-    assert addons.progressive(text) == text
-    assert addons.epoch_sizes(Namespace(progressive=text, epochs=epochs)) == sizes
+    assert progressive.check(text) == text
+    assert progressive.sizes(text, epochs) == sizes
 
 
 def test_an_epochs_batches_are_those_of_a_data_set_of_its_size(tmp_path):

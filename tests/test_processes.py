@@ -5,6 +5,8 @@ import os
 import random
 import re
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterable
@@ -14,7 +16,8 @@ import pytest
 from conftest import ROOT, python, summary
 from running import TORCHRUN, Process, Running, eventually, everyone, start
 
-from utils import launch
+from utils.start import errors, launch, signals, temporary
+from utils.start.cores import usable_cores
 
 INTERRUPTED = 75
 SHORT = ("--dist-timeout", "60")
@@ -156,7 +159,9 @@ def test_temporary_folders_of_a_killed_run_are_removed_by_the_next(folder, tmp_p
                 killed.process.wait()
                 assert all_gone(killed)
             assert left() > of_living
-            done = python("-c", "from utils import launch; launch.run_main(int)", TMPDIR=short)
+            done = python(
+                "-c", "from utils.start import launch; launch.run_main(int)", TMPDIR=short
+            )
             assert (done.code, left()) == (0, of_living), done.err
 
 
@@ -187,27 +192,121 @@ def end_as(code: int) -> int:
     if child == 0:
         time.sleep(600)
         os._exit(0)
-    Path(os.environ["FILE"]).write_text(f"{child} {os.environ['OMP_WAIT_POLICY']}")
+    Path(os.environ["FILE"]).write_text(str(child))
     os._exit(code)
 
 
 def test_the_first_failure_decides_and_ends_the_others(tmp_path, monkeypatch):
     """A child that lives on has inherited the pipe by which the end of its parent is seen."""
     monkeypatch.setattr(launch, "GRACE_SECONDS", 1.0)
-    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    before = {n: signal.getsignal(n) for n in signals.STOPS}
     file = tmp_path / "child"
     places = [{"NUMBER": number, "FILE": file} for number in range(2)]
     code = launch.supervise(end_as, 3, places)
-    pid, policy = file.read_text().split()
-    child = Process(int(pid))
+    child = Process(int(file.read_text()))
     try:
-        assert (code, policy) == (3, "passive")
+        assert code == 3
         assert child.lives()
         assert not {"NUMBER", "FILE", launch.LAUNCHER} & os.environ.keys()
     finally:
         os.kill(child.pid, signal.SIGKILL)
         for signum, handler in before.items():
             signal.signal(signum, handler)
+
+
+def end_late(args: int) -> int:
+    """The second process ends at once; the first one works longer than the time for failures."""
+    if os.environ["NUMBER"] == "0":
+        time.sleep(4)
+        Path(os.environ["FILE"]).write_text("done")
+    return 0
+
+
+def test_a_process_that_succeeds_early_does_not_end_the_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 0.5)
+    before = {n: signal.getsignal(n) for n in signals.STOPS}
+    places = [{"NUMBER": number, "FILE": tmp_path / "file"} for number in range(2)]
+    try:
+        assert launch.supervise(end_late, 0, places) == 0
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+    assert (tmp_path / "file").read_text() == "done"
+
+
+def test_a_signal_between_the_first_line_and_the_first_process_is_passed_on(tmp_path, monkeypatch):
+    start_tracker = signals.start_resource_tracker
+
+    def stopped() -> None:
+        start_tracker()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(signals, "start_resource_tracker", stopped)
+    before = {n: signal.getsignal(n) for n in signals.STOPS}
+    places = [{"NUMBER": number, "FILE": tmp_path / "file"} for number in range(2)]
+    try:
+        assert launch.supervise(end_late, 0, places) == errors.INTERRUPTED
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+    assert not (tmp_path / "file").exists()
+
+
+def test_the_folder_of_a_job_stays_while_a_process_of_it_begins(tmp_path, monkeypatch):
+    """The other process of the job has already ended: it has left an error message for torchrun."""
+    file = tmp_path / "torchelastic_1/job/attempt_0/1/error.json"
+    file.parent.mkdir(parents=True)
+    (tmp_path / f"torchelastic_1/{temporary.IN_USE}1").touch()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file.parent.parent / "0/error.json"))
+    temporary.make()
+    assert file.parent.is_dir()
+
+
+def test_old_temporary_folders_are_removed_by_several_processes_at_once(tmp_path):
+    for number in range(100):
+        folder = tmp_path / f"pymp-{number}"
+        folder.mkdir()
+        for name in ("imagenet_in_use_1", "socket"):
+            (folder / name).touch()
+    code = "import sys; from utils.start import temporary; print(flush=True); sys.stdin.read(1)"
+    line = [sys.executable, "-c", f"{code}; temporary.make()"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    started = [subprocess.Popen(line, cwd=ROOT, env=env, text=True, **pipes) for _ in range(6)]
+    for one in started:
+        one.stdout.readline()
+    for one in started:
+        one.stdin.write("x")
+        one.stdin.flush()
+    assert [(one.communicate()[1], one.returncode) for one in started] == [("", 0)] * 6
+    assert not list(tmp_path.glob("pymp-*"))
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/cpu.max": "50000 100000"}, 1),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "100000 100000\n"}, 1),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, None),
+        (
+            {
+                "proc/self/cgroup": "4:cpu,cpuacct:/docker/1\n3:memory:/x\n",
+                "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "100000",
+                "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000",
+            },
+            1,
+        ),
+        ({}, None),
+    ],
+)
+def test_a_containers_quota_limits_the_usable_cores(tmp_path, files, cores):
+    """Of version 2 of control groups, of a group above the process's own, and of version 1."""
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    everything = len(os.sched_getaffinity(0))
+    assert usable_cores(tmp_path) == (everything if cores is None else cores)
 
 
 @pytest.mark.parametrize(
@@ -228,16 +327,15 @@ def test_the_cause_decides_the_exit_code(codes, code):
 def test_sigterm_after_the_end_does_not_change_the_exit_code():
     """A launcher may send it before it has heard that the processes of this node have ended."""
     code = "import atexit, os; atexit.register(os.kill, os.getpid(), 15); "
-    code += "from utils import launch; launch.run_main(lambda: 7)"
+    code += "from utils.start import launch; launch.run_main(lambda: 7)"
     assert python("-c", code).code == 7
 
 
 STUCK_FORK = """
 import os, time
-from utils import loaders
-from utils.extras import forks
+from utils.data import workers
 
-forks.BEGIN_SECONDS = 1.0
+workers.BEGIN_SECONDS = 1.0
 count, last_stuck = 0, 2
 
 def before():
@@ -246,12 +344,12 @@ def before():
 
 os.register_at_fork(before=before)
 os.register_at_fork(after_in_child=lambda: count <= last_stuck and time.sleep(600))
-worker = loaders.WorkerContext().Process(target=print, args=("begun",))
+worker = workers.WorkerContext().Process(target=print, args=("begun",))
 worker.start()
 worker.join()
 print(count, flush=True)
-forks.BEGIN_SECONDS, last_stuck = 0.1, count + 9
-loaders.WorkerContext().Process(target=print).start()
+workers.BEGIN_SECONDS, last_stuck = 0.1, count + 9
+workers.WorkerContext().Process(target=print).start()
 """
 
 

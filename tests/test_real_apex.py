@@ -1,4 +1,4 @@
-"""utils/extras/o2.py against NVIDIA Apex's own code, where an Apex with amp (25.04) is installed.
+"""utils/model/o2.py against NVIDIA Apex's own code, where an Apex with amp (25.04) is installed.
 
 Without a GPU, the tests make Apex believe that the CPU is one: its Python code computes the same.
 """
@@ -11,7 +11,7 @@ import pytest
 import torch
 from o2_cases import CPU, prepare, train
 
-from utils.extras import apex
+from utils.model import apex
 
 
 def real_apex_is_there() -> bool:

@@ -5,11 +5,16 @@ import re
 from argparse import Namespace
 
 import pytest
+import torch
+import torchvision
 from conftest import ROOT, scalars, train
 from running import tiny
 
-from utils.errors import UserError
-from utils.extras import advice, preflight, recipes
+from utils import advice
+from utils.data.classes import select
+from utils.run import recipes
+from utils.start import preflight
+from utils.start.errors import UserError
 
 SCRIPTS = sorted(path.stem for path in ROOT.glob("imagenet_*.py"))
 NAMES = ("classic90", "fast16", "fast32", "strong100", "tiny", "vit-finetune")
@@ -36,15 +41,15 @@ def test_every_script_takes_every_recipe_and_the_command_line_takes_precedence(
     assert args["lr"] == float(words[words.index("--lr") + 1])
     if name == "classic90":  # so it trains what no recipe trains, bit for bit
         plain = parse(script, tmp_path, "--epochs", 7)
-        assert args == plain | {"recipe": name, "batch_range": "128:1024"}
+        assert args == plain | {"recipe": name}
 
 
 def test_the_recipes_name_their_batch_and_go_to_all_nodes():
     """A job whose nodes have other recipes is refused, as one with other code."""
     assert recipes.names() == sorted(NAMES)
     for name in NAMES:
-        assert "--batch-range" in recipes.read(name)
-    assert {f"scripts/recipes/{name}.txt" for name in NAMES} <= preflight.code().keys()
+        assert "# Global batch: " in (recipes.RECIPES / f"{name}.txt").read_text()
+    assert {f"utils/recipes/{name}.txt" for name in NAMES} <= preflight.code().keys()
 
 
 @pytest.mark.parametrize(
@@ -60,15 +65,22 @@ def test_a_recipe_that_cannot_be_used(parse, recipe, tmp_path, line, message):
         parse("imagenet_ddp", "--recipe", recipe("# header", line) if line else "fast", tmp_path)
 
 
+def test_a_byte_order_mark_is_skipped(parse, recipe, folder, tmp_path):
+    """Some editors write it. In a list of classes, too."""
+    assert parse("imagenet_nd", "--recipe", recipe("\ufeff--epochs 3"), tmp_path)["epochs"] == 3
+    (tmp_path / "list.txt").write_text("\ufeffclass_2\nclass_0\n")
+    names = [f"class_{number}" for number in range(3)]
+    assert select(str(tmp_path / "list.txt"), names) == ["class_0", "class_2"]
+
+
 def test_a_run_by_a_recipe(folder, tmp_path, recipe):
     """Printed, kept in options.json, and its sizes in the curves."""
-    path = recipe("# Mine", "--epochs 3 --lr 0.05 --progressive 16,24", "-p 2 --batch-range 64:96")
+    path = recipe("# Mine", "--epochs 3 --lr 0.05 --progressive 16,24", "-p 2")
     model, env = tiny()
     line = ("--recipe", path, *model, "-b", "10", "--epochs", "2", "--image-size", "32")
     line += ("--val-image-size", "48", "--output-dir", tmp_path, "--name", "run", folder)
     done = train("imagenet_nd.py", *line, **env)
-    assert f"recipe {path}: --epochs 3 --lr 0.05 --progressive 16,24 -p 2 --batch" in done.out
-    assert "of 64 to 96 (--batch-range), and this is 10; the linear scaling rule" in done.out
+    assert f"recipe {path}: --epochs 3 --lr 0.05 --progressive 16,24 -p 2" in done.out
     assert "images of 16 pixels from epoch 1, 24 from epoch 2; evaluation at 48" in done.out
     assert scalars(tmp_path / "run")["Size/train"] == [(1, 16), (2, 24)]
     kept = json.loads((tmp_path / "run/options.json").read_text())
@@ -82,17 +94,34 @@ def test_a_run_by_a_recipe(folder, tmp_path, recipe):
         ({}, 8193, [r"sgd is known .* batch of 8192 \(ResNet-50: Goyal", "0 epochs of warm"]),
         ({"lr": 3.2}, 16384, [r"linear rule: 6\.4\)", "--warmup-epochs 5 or more"]),
         ({"optimizer": "adamw"}, 100_000, []),
-        ({"batch_range": "512:1024"}, 1024, []),
-        ({"batch_range": "512:1024"}, 2048, [r"512 to 1024.*2048.*--lr 0\.2"]),
-        ({"batch_range": "512:1024"}, 256, [r"512 to 1024.*256.*--lr 0\.05"]),
-        ({"batch_range": "512:512", "lr_scaling": "linear"}, 256, ["this is 256$"]),
     ],
 )
 def test_a_batch_beyond_what_is_known_is_named(changes, batch, patterns):
     usual = {"lr": 0.1, "lr_scaling": "none", "warmup_epochs": 0.0, "optimizer": "sgd"}
-    usual["batch_range"] = None
     args = Namespace(**usual | changes)
     warnings = advice.batch_warnings(args, batch, args.lr)
     assert len(warnings) == bool(patterns)
     for pattern in patterns:
         assert re.search(pattern, warnings[0]), warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("arch", "changes", "batch", "warns"),
+    [
+        ("vgg11", {}, 256, True),
+        ("vgg11", {"lr": 0.01}, 256, False),
+        ("vgg11", {}, 2560, False),  # by the linear rule
+        ("vgg11_bn", {}, 256, False),
+        ("vgg11", {"optimizer": "adamw"}, 256, False),
+        ("alexnet", {}, 256, True),
+        ("vit_b_16", {}, 256, False),
+    ],
+)
+def test_the_default_rate_is_too_high_without_normalisation(arch, changes, batch, warns):
+    args = Namespace(**{"arch": arch, "optimizer": "sgd", "lr": 0.1} | changes)
+    with torch.device("meta"):
+        model = torchvision.models.get_model(arch)
+    warnings = advice.rate_warnings(args, model, batch, args.lr)
+    assert [f"{arch} has no normalisation" in w and "--lr 0.01" in w for w in warnings] == [
+        True
+    ] * warns

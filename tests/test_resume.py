@@ -12,7 +12,7 @@ from conftest import Result, draw_folder, scalars, summary, train
 from joined import Job, run_jobs, start
 from running import MEASURED, TORCHRUN, assert_same_curves, assert_same_weights, same, snapshot
 
-from utils.snapshots import name_newer_snapshot
+from utils.run.snapshots import name_newer_snapshot
 
 INTERRUPTED = 75  # launchers and schedulers know this number
 ND, DDP = "imagenet_nd.py", "imagenet_ddp.py"
@@ -24,7 +24,7 @@ ONE = split("-b 10 --ema 0.9 --mixup 0.5 --cutmix 1")
 # the second epoch are larger.
 TWO = split("-b 5 -p 5 --ema 0.9 --progressive 96,128")
 # Without batch norm and dropout, one process and two see, mix and compute the same.
-MOVED = split("-a tiny_plain --mixup 0.5 --cutmix 1 --ema 0.9 --repeated-aug 2")
+MOVED = split("-a tiny_plain --mixup 0.5 --cutmix 1 --ema 0.9")
 # The scaler's count of clean steps, in runs too short to double the scale, at learning rates too
 # small for overflows, which come early on one CPU and late on another.
 SCALED = {
@@ -169,7 +169,7 @@ def test_signals_end_in_snapshots_and_change_nothing(place):
         if signum == signal.SIGKILL:
             assert result.code == -signum
             assert 0 < steps <= step
-            (run / ".snapshot.pt.12345.tmp").write_bytes(b"half a snapshot")
+            (run / ".0123456789abcdef.tmp").write_bytes(b"half a snapshot")
         else:
             assert result.code == INTERRUPTED, result.err
             # In evaluation, none of whose images count; else the step that waits is finished.
@@ -204,6 +204,11 @@ def test_another_start_epoch_trains_from_there(place):
 def test_time_limit_ends_in_a_snapshot_and_a_file_is_continued_in_place(place):
     run = place.finish("limited", *ONE, "--train-time", "0")
     assert (summary(run)["finished_because"], position(run)) == ("train_time", (0, 1))
+    assert "has no snapshot yet" in (run / "train.log").read_text()
+    again = ("--name", "limited", "--output-dir", place.root, "--resume", "auto", place.images)
+    done = train(ND, *RECIPE, *ONE, "--train-time", "0", *again)
+    assert position(run) == (0, 1), "no step more each time that it is started again"
+    assert "time limit reached" in done.out and "no snapshot yet" not in done.out
     train(ND, *RECIPE, *ONE, "--resume", run / "snapshot.pt", place.images)
     assert_same_run(run, place.root / "whole")
 

@@ -11,20 +11,21 @@ from unittest import mock
 import pytest
 import torch
 from batches import SEED, SIZE, batches_of, fetch, noise_index
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import get_worker_info
 from torch.utils.data._utils import signal_handling
 
-from utils.errors import UserError
-from utils.folder import Folder
-from utils.images import ImageBatches
-from utils.loaders import Ring, Worker
-from utils.samplers import Batch, TrainSampler
+from utils.data.images import ImageBatches, Reading
+from utils.data.ring import Ring
+from utils.data.samplers import Batch, TrainSampler
+from utils.data.sources import Source
+from utils.data.workers import Worker
+from utils.start.errors import UserError
 
 IMAGES, BATCH = 30, 2
 
 
 @pytest.fixture(scope="module")
-def index(tmp_path_factory) -> Folder:
+def index(tmp_path_factory) -> Source:
     return noise_index(tmp_path_factory.mktemp("ring"), IMAGES, "jpg", 90, 70)
 
 
@@ -71,14 +72,23 @@ def test_a_worker_killed_while_it_fills_a_slot_is_named(index):
         list(batches)
 
 
+class Deadly(Reading):
+    """Kills the process that passes it on."""
+
+    def __reduce__(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def test_a_worker_that_dies_while_it_hands_a_batch_over_is_named(index, monkeypatch):
-    """What comes first is the end of its socket; SIGCHLD, which tells more, comes in the wait."""
-    batches = batches_of(index, sampler())
-    monkeypatch.setattr(DataLoader, "__iter__", mock.Mock(side_effect=EOFError))
-    death = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
-    monkeypatch.setattr("time.sleep", mock.Mock(side_effect=death))
-    with pytest.raises(RuntimeError, match="pid 7"):
-        list(batches)
+    fill = ImageBatches.fill
+
+    def fill_and_die(dataset, images, targets, batch):
+        reading = fill(dataset, images, targets, batch)
+        return Deadly() if get_worker_info() and 7 in batch.indices else reading
+
+    monkeypatch.setattr(ImageBatches, "fill", fill_and_die)
+    with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid"):
+        list(batches_of(index, sampler(), 2))
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
@@ -108,9 +118,7 @@ def test_a_process_that_exits_ends_its_workers():
 
 
 def ring_of(slots, batch, size) -> Ring:
-    ring = Ring(SimpleNamespace(size=size), SimpleNamespace(largest=batch), slots)
-    ring.allocate()
-    return ring
+    return Ring(SimpleNamespace(size=size), SimpleNamespace(largest=batch), slots)
 
 
 def test_too_little_memory_is_an_error_line():

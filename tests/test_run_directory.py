@@ -6,19 +6,30 @@ import re
 import shutil
 import socket
 import time
+from argparse import Namespace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+import torch
 from conftest import draw_folder, python, scalars, summary, train
+from joined import in_processes
 from running import snapshot
 from test_best_model import evaluated
+from test_checkpoint import trained
 from torchvision.models import get_model
+
+from utils import epoch, loop
+from utils.run.run_directory import checkpoint_file, choose
+from utils.run.stopping import Reason
+from utils.start.option_types import Options
+from utils.start.world import World
 
 TAGS = {
     *("Loss/train", "Loss/val", "Top1/train", "Top1/val", "Top5/train", "Top5/val"),
     *("Throughput/train", "Throughput/val", "Time/train", "Time/val", "Lr"),
 }
-GROUPS = ("IO/", "CPU/", "Memory/", "Amp/", "Step/")
+GROUPS = ("Best/", "IO/", "CPU/", "Memory/", "Amp/", "Step/")
 GROUPS += ("Time/data", "Time/compute", "Time/communication", "Loss/test", "Top1/test", "Top5/test")
 OPTIONS = ("-b", "5", "--epochs", "3", "--lr", "0.1", "--seed", "2", "-p", "4")
 
@@ -54,7 +65,55 @@ def test_name_and_files_of_a_run(ran):
     best, events, *files = sorted(path.name for path in run.iterdir())
     assert (best, events.startswith("events.out.tfevents.")) == ("best.pt", True)
     others = ["snapshot.pt", "snapshot_previous.pt", "summary.json", "train.log"]
-    assert files == ["options.json", *others]
+    assert files == ["ledger.json", "options.json", *others]
+
+
+def test_runs_without_a_name_that_begin_in_the_same_second_have_different_folders(tmp_path, parse):
+    """Each is made when it is chosen, so that no other process can choose it as well."""
+    options = parse("imagenet_nd", "--output-dir", tmp_path / "runs", tmp_path)
+    world = World(torch.device("cpu"))
+    with mock.patch.object(time, "strftime", lambda _: "Nov25_12-00-00"):
+        first, *others = (choose(Options(**options), world, "nd") for _ in range(3))
+    assert [path.name for path in others] == [f"{first.name}-2", f"{first.name}-3"]
+    assert first.name.startswith("Nov25_12-00-00") and first.is_dir()
+
+
+def test_an_evaluation_of_a_run_takes_its_best_model(tmp_path):
+    """Which need not be the last one; a run without one has its snapshot evaluated."""
+    args = Namespace(resume="auto", output_dir=tmp_path, name="run", evaluate=True)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/snapshot.pt").touch()
+    assert checkpoint_file(args) == tmp_path / "run/snapshot.pt"
+    (tmp_path / "run/best.pt").touch()
+    assert checkpoint_file(args) == tmp_path / "run/best.pt"
+    args.evaluate = False
+    assert checkpoint_file(args) == tmp_path / "run/snapshot.pt"
+
+
+@pytest.mark.parametrize(
+    ("plain", "averaged", "ends"), [(40, 60, True), (60, 40, True), (40, 45, False)]
+)
+def test_the_better_of_model_and_average_reaches_the_desired_accuracy(plain, averaged, ends):
+    evaluated = {f"{name}/{model}": 1.0 for name in ("Loss", "Top5") for model in ("val", "ema")}
+    evaluated |= {"Top1/val": float(plain), "Top1/ema": float(averaged)}
+    world = World(torch.device("cpu"))
+    session = mock.MagicMock(state=trained(), snapshots=None, first_epoch=0, world=world)
+    session.args = SimpleNamespace(best_by="top1", target_top1=50.0, epochs=9, train_time=None)
+    session.stop.reason = None
+    loop.close_epoch(session, {"Loss/train": 1.0}, evaluated)
+    asked = [call.args[0] for call in session.stop.ask.call_args_list]
+    assert asked == [Reason.DESIRED_ACC] * ends
+
+
+def waiting(rank: int, size: int) -> dict[str, float]:
+    """The input of an epoch of 10 s, in which rank 1 has waited for 9 s."""
+    train = SimpleNamespace(waited=9.0 * rank, reading=SimpleNamespace(bytes=10**6, files=10))
+    return epoch.input_record(train, 10.0, World(torch.device("cpu"), rank, size))
+
+
+def test_one_rank_that_waits_for_its_images_makes_all_wait():
+    for record in in_processes(2, waiting):
+        assert record == {"IO/wait_share": 0.9, "IO/read_mb_s": 0.2, "IO/files_s": 2.0}
 
 
 def test_curves_have_the_tags_of_older_runs_and_count_what_they_say(ran):
@@ -96,7 +155,9 @@ def test_options_json_keeps_all_options_and_the_command(ran):
 
 def test_log_keeps_every_line_of_the_console(ran):
     log = (ran.folder / "train.log").read_text().splitlines()
-    assert log == ran.out.splitlines()
+    first, *lines = ran.out.splitlines()
+    assert first.startswith("reading the lists of images"), "before there is a log"
+    assert log == lines
     epochs = [line for line in log if re.match(r"Epoch \d/3  train:", line)]
     left = [bool(re.search(r" images/s  left \d+:\d\d:\d\d$", line)) for line in epochs]
     assert left == [True, True, False]
@@ -152,6 +213,17 @@ def test_the_best_model_may_be_that_of_the_lowest_loss(ran, tmp_path):
     python(*line).fails_with(f"{tmp_path}/b has no best.pt and no snapshot.pt to evaluate")
 
 
+def test_an_evaluation_leaves_the_curves_in_its_folder_alone(ran, tmp_path):
+    """Without an options.json, a folder's name is free."""
+    (tmp_path / "x").mkdir()
+    for file in ran.folder.glob("*tfevents*"):
+        shutil.copy(file, tmp_path / "x")
+    where = ("--output-dir", tmp_path, "--name", "x", "--resume", ran.folder / "best.pt")
+    train("imagenet_nd.py", "-e", *where, ran.data)
+    assert summary(tmp_path / "x")["finished_because"] == "evaluated"
+    assert scalars(tmp_path / "x") == ran.curves
+
+
 def test_the_last_line_says_how_to_continue(folder, tmp_path):
     line = ("-a", "tiny_plain", "-b", "5", "--epochs", "1", "--output-dir", tmp_path, folder)
     out = train("imagenet_nd.py", "--train-time", "1e-9", *line).out
@@ -167,5 +239,5 @@ def test_control_characters_of_names_reach_neither_terminal_nor_log(folder, tmp_
     line = ("-a", "tiny_plain", "-b", "5", "--epochs", "1", "--output-dir", runs, "--name", "a")
     out = train("imagenet_nd.py", *line, folder).out
     assert f"run directory {shown}/a\n" in out
-    assert (runs / "a/train.log").read_text() == out
+    assert (runs / "a/train.log").read_text() == out.partition("\n")[2], "after its first line"
     python("imagenet_nd.py", *line, folder).fails_with(f"{shown}/a contains a run already")

@@ -1,14 +1,12 @@
 """The order of samples: the same on any number of processes, exact for evaluation, resumable."""
 
 import zlib
-from functools import partial
 from itertools import chain
 
 import numpy as np
 import pytest
 
-from utils.extras import mixing
-from utils.samplers import EvalSampler, TrainSampler, epoch_order
+from utils.data.samplers import EvalSampler, TrainSampler, epoch_order
 
 SEED, EPOCH = 7, 3
 
@@ -20,12 +18,11 @@ def test_order_is_the_one_of_earlier_runs():
     assert zlib.crc32(order.tobytes()) == 3755318792
 
 
-def steps_of(images, batch, ranks=1, accum=1, first=0, views=1):
+def steps_of(images, batch, ranks=1, accum=1, first=0):
     """The images of each step: a list for each micro-batch of each rank, in turn."""
     shards = []
     for rank in range(ranks):
         sampler = TrainSampler(images, batch, (rank, ranks), accum, SEED)
-        sampler.reorder = partial(mixing.repeated, views=views) if views > 1 else None
         sampler.start_at(EPOCH, first)
         shards.append([part.indices.tolist() for part in sampler])
         assert len(shards[-1]) == len(sampler)
@@ -42,7 +39,7 @@ def steps_of(images, batch, ranks=1, accum=1, first=0, views=1):
     [(1000, 48, 1, 1, 13), (1000, 24, 2, 1, 1), (1000, 8, 3, 2, 0), (1000, 2, 8, 3, 0)]
     + [(37, 100, *parts, 0) for parts in ((1, 1), (3, 1), (2, 2), (8, 1))],
 )
-def test_steps_are_consecutive_slices_of_the_order(images, batch, ranks, accum, first):
+def test_steps_are_consecutive_parts_of_the_order(images, batch, ranks, accum, first):
     """Nothing is left out or shifted; a small data set is one step, divided evenly."""
     order, size = epoch_order(images, SEED, EPOCH).tolist(), min(images, 48)
     steps = steps_of(images, batch, ranks, accum, first)
@@ -51,18 +48,6 @@ def test_steps_are_consecutive_slices_of_the_order(images, batch, ranks, accum, 
     for step in steps:
         sizes = [len(part) for part in step]
         assert max(sizes) - min(sizes) <= 1
-
-
-@pytest.mark.parametrize(("views", "ranks"), [(2, 1), (3, 8), (5, 2)])
-def test_repeated_augmentation_has_several_views_of_fewer_images(views, ranks):
-    steps = [[*chain(*step)] for step in steps_of(1000, 48 // ranks, ranks, views=views)]
-    own, order = -(-48 // views), epoch_order(1000, SEED, EPOCH).tolist()
-    assert len(steps) == 1000 // 48
-    for number, step in enumerate(steps):
-        assert len(set(step)) == 48, "each view of an image is another one"
-        assert [index % 1000 for index in step[:own]] == order[number * own : (number + 1) * own]
-        # --mixup blends neighbours.
-        assert all(a % 1000 != b % 1000 for a, b in zip(step[::2], step[1::2], strict=True))
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 8, 64])

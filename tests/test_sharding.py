@@ -11,8 +11,8 @@ from joined import Job, run_jobs
 from running import assert_same_weights, same, snapshot
 from torchvision.models import get_model
 
-from utils.extras import blocks, fsdp
-from utils.world import World
+from utils.model import blocks, fsdp
+from utils.start.world import World
 
 CURVES = ("Loss/train", "Top1/train", "Top5/train", "Loss/val", "Top1/val", "Top5/val", "Lr")
 RECIPE = "--image-size 32 -j 0 -p 1 --lr 0.01 --label-smoothing 0.1 --warmup-epochs 1 --ema 0.9"

@@ -8,7 +8,7 @@ from batches import encode, picture
 from PIL import Image
 from preparing import fail, folder_of, images, members, put, succeed, tree
 
-from utils.folder import class_folders, open_source
+from utils.data.opening import class_folders, open_source
 
 ODD_NAMES = (
     *("blank in name.JPEG", "größe-写真.jpg", "two.dots.jpeg", "100%25.png", "__meta__.jpg"),

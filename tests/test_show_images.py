@@ -10,11 +10,11 @@ from joined import Job, run_jobs
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from utils.preprocessing import MEAN, STD
+from utils.data.preprocessing import MEAN, STD
 
 SIZE, GAP, LINE, ZOOM = 32, 8, 15, 3  # small images are drawn three times as large
 MIXED = ("--mixup", "0.4", "--cutmix", "1", "--auto-augment", "ra", "--random-erasing", "0.5")
-MIXED += ("--progressive", "32:40", "--repeated-aug", "2", "--seed", "3")
+MIXED += ("--progressive", "32:40", "--seed", "3")
 CASES = {"nd": ("-b", "12", *MIXED), "ddp": ("-b", "6", "--accum-steps", "2")}
 
 
@@ -76,6 +76,7 @@ def test_the_same_images_in_several_epochs_beside_their_originals(folder, tmp_pa
         (("--out", "no/folder/x.png"), "No such file or directory"),
         (("--out", "picture.doc"), "ends in .png"),
         (("--dummy",), "--dummy has no images"),
+        (("--val", "--epochs", "0,1"), "leave out --val"),
     ],
 )
 def test_bad_input_is_one_line(words, message, folder):

@@ -17,10 +17,10 @@ from joined import start
 from running import fill, same, small_disk
 from test_checkpoint import ours, trained
 
-from utils import snapshots
-from utils.atomic import link_atomically, read_checkpoint, save_atomically
-from utils.errors import UserError
-from utils.snapshots import PREVIOUS, SNAPSHOT, SnapshotWriter, read_whole, write
+from utils.run import snapshots
+from utils.run.snapshots import PREVIOUS, SNAPSHOT, SnapshotWriter, read_whole, write
+from utils.start.atomic import link_atomically, read_checkpoint, save_atomically
+from utils.start.errors import UserError
 
 
 def save_epoch(folder, epoch):
@@ -205,10 +205,10 @@ def test_a_damaged_snapshot_gives_way_to_the_one_before(run, damage):
     folder, again = run
     shutil.copy(folder / SNAPSHOT, folder / PREVIOUS)
     damage(folder / SNAPSHOT)
-    done = again("auto", "--train-time", "0")
+    done = again("auto")
     assert done.code == 0, done.err
     assert f"resumed from {folder / PREVIOUS}: epoch 2" in done.out
-    assert epoch_of(folder / PREVIOUS) == epoch_of(folder / SNAPSHOT) == 1
+    assert (epoch_of(folder / PREVIOUS), epoch_of(folder / SNAPSHOT)) == (1, 2)
     if damage == flip_a_weight:
         assert f"continuing from the snapshot before it, {folder / PREVIOUS}" in done.out
         with pytest.raises(UserError, match="it is damaged"):
@@ -231,12 +231,23 @@ def test_a_newer_snapshot_without_its_name_is_used(run, damaged):
         written = (folder / SNAPSHOT).stat().st_mtime
         os.truncate(folder / SNAPSHOT, 1000)
         os.utime(folder / SNAPSHOT, (written, written))
-    done = again("auto", "--train-time", "0")
+    done = again("auto")
     assert done.code == 0, done.err
     assert f"resumed from {folder / SNAPSHOT}: epoch 2" in done.out
     assert summary(folder)["elapsed_seconds"] > 4321
     assert not list(folder.glob(".*"))
     assert read_checkpoint(folder / PREVIOUS)["progress"]["elapsed"] == 4321.0
+
+
+def test_a_damaged_snapshot_is_not_kept_as_the_one_before_a_newer_one(tmp_path):
+    """A killed process has not yet renamed the newest, and the last one was damaged meanwhile."""
+    for epoch in (1, 2, 3):
+        save_epoch(tmp_path, epoch)
+    (tmp_path / SNAPSHOT).rename(tmp_path / ".0123456789abcdef.tmp")
+    (tmp_path / SNAPSHOT).write_bytes(b"damaged")
+    os.utime(tmp_path / SNAPSHOT, (1000, 1000))
+    snapshots.name_newer_snapshot(tmp_path)
+    assert (epoch_of(tmp_path / SNAPSHOT), epoch_of(tmp_path / PREVIOUS)) == (3, 2)
 
 
 @pytest.mark.parametrize("how", ["best", "file", "other", "no position"])
@@ -275,7 +286,7 @@ def test_a_full_disk_does_not_end_a_training(folder, disk):
     assert done.code == 2, done.err
     assert re.fullmatch(r"error: [^\n]*free disk space[^\n]*\n", done.err), "also TensorBoard's"
     assert "Epoch 2/2  train: loss" in done.out, "it has gone on to the end"
-    warning = r"warning: cannot write \S+snapshot.pt \(No space left on device\)"
+    warning = r"warning: cannot write \S+snapshot.pt \(No space left on device\): the last"
     assert re.search(warning, done.out)
     assert read_checkpoint(run / SNAPSHOT)["progress"]["epoch"] == 1
     again = python("imagenet_nd.py", *SMALL, *line, "--resume", "auto")

@@ -1,12 +1,19 @@
 """`prepare_data.py split`: a test part, chosen by names and seed; no image is ever lost."""
 
+import fcntl
 import os
+import re
+import shlex
 import signal
 import time
 
 import pytest
-from preparing import SCRIPT, fail, images, put, succeed
+from conftest import shell
+from preparing import SCRIPT, fail, images, put, succeed, tree
 from running import Running
+
+from utils.data.opening import check_same_classes, class_folders
+from utils.start.errors import UserError
 
 
 @pytest.fixture
@@ -71,7 +78,113 @@ def test_what_cannot_be_split_is_left_as_it_is(data, tmp_path):
     assert f"{data}/test exists, and this command did not make it" in message
     os.remove(data / "test/a/other.jpg")
     assert images(data) == before
-    assert "has no class folders of images" in fail("split", tmp_path / "none", "--test", 0.1)
+    assert "there is no folder" in fail("split", tmp_path / "none", "--test", 0.1)
     succeed("shards", data, tmp_path / "shards")
     line = fail("split", tmp_path / "shards", "--test", 0.1)
     assert "no class folders of images" in line or "no images in class folders" in line
+
+
+# ---- one's own images, in other layouts
+
+LAYOUTS = {
+    "class folders": "{c}/{i:02d}.jpg",
+    "train alone": "train/{c}/{i:02d}.jpg",
+    "a table": "{c}_{i:02d}.jpg",
+    "a table, images in train": "train/{c}_{i:02d}.jpg",
+}
+
+
+def own(root, layout):
+    """Images of one's own: 20 in each of two classes, and other files."""
+    images = [(c, LAYOUTS[layout].format(c=c, i=i)) for c in "ab" for i in range(20)]
+    put(root, {name: name.encode() for _, name in images})
+    if layout == "train alone":
+        put(root, {"notes.txt": b"", "train/a/.mine.tmp": b"mine"})
+    if "table" in layout:
+        rows = [f"{os.path.basename(name)[:-4]},7,x{c}" for c, name in images]
+        put(root, {"labels.csv": "\n".join(["\ufeffname,number,class", *rows]).encode()})
+    return root
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ones_own_images_are_divided_and_put_back(tmp_path, layout):
+    """The same on every node; --undo restores each file."""
+    data, before = own(tmp_path / "photos", layout), tree(own(tmp_path / "before", layout))
+    line = succeed("split", data, "--val", 0.2, "--test", 0.1)
+    assert "train 28 images, val 8 images, test 4 images" in line
+    assert sorted(images(data).values()) == sorted(
+        v for k, v in before.items() if "/.mine" not in k
+    )
+    check_same_classes(data, "val", class_folders(data / "train"), subset=False)
+    succeed("split", own(tmp_path / "node", layout), "--val", 0.2, "--test", 0.1)
+    assert images(tmp_path / "node").keys() == images(data).keys()
+    succeed("split", data, "--val", 0.3)
+    assert sum(name.startswith("val/") for name in images(data)) == 12
+    succeed("split", data, "--undo")
+    assert tree(data) == before
+    assert "was not split" in fail("split", data, "--undo")
+
+
+def test_files_that_are_not_read_are_counted_and_the_hint_works_as_printed(tmp_path):
+    """A camera's HEIC files, a single class, and a name with a space."""
+    data = put(tmp_path / "my photos", {f"dog/{i}.jpg": b"%d" % i for i in range(10)})
+    put(data, {"cat/1.HEIC": b"x", "cat/2.heic": b"x", "cat/@eaDir/3.heic": b"x"})
+    message = fail("split", data, "--val", 0.2)
+    assert "one class folder only, dog" in message and "2 .heic" in message
+    before = tree(put(data, {f"cat/{i}.jpg": b"cat" for i in range(3)}))
+    out = succeed("split", data, "--val", 0.2)
+    assert "note: left in place, as they are not images that training reads: 2 .heic" in out
+    (hint,) = re.findall("`(python .*)`", out)
+    (undone,) = shell(hint)
+    assert (undone.code, tree(data)) == (0, before), undone
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training_on_it_says_how_to_divide_it(tmp_path, layout):
+    """The command works as printed."""
+    data = own(tmp_path / "my photos", layout)
+    with pytest.raises(UserError) as error:
+        check_same_classes(data, "val", class_folders(data / "train"), subset=False)
+    command = shlex.split(re.search("`(.*)`", str(error.value))[1])
+    assert command[-4:] == ["split", str(data), "--val", "0.2"]
+    succeed(*command[2:])
+    check_same_classes(data, "val", class_folders(data / "train"), subset=False)
+
+
+@pytest.mark.parametrize("linked", ["train", "train/a", "train/a/sub", "a"])
+def test_images_of_another_data_set_are_not_moved(tmp_path, linked):
+    """A link to a folder, of a part, a class or below it."""
+    other = put(tmp_path / "other", {f"{i}.jpg": b"%d" % i for i in range(9)} | {"a/1.jpg": b"1"})
+    top = "" if linked == "a" else "train/"
+    data = put(tmp_path / "data", {f"{top}{c}/x{i}.jpg": b"x" for c in "bc" for i in range(5)})
+    if linked == "train":
+        os.rename(data / "train", tmp_path / "train")
+        (data / "train").symlink_to(tmp_path / "train")
+    else:
+        (data / linked).parent.mkdir(exist_ok=True)
+        (data / linked).symlink_to(other)
+    before = tree(tmp_path)
+    message = fail("split", data, "--val", 0.2)
+    assert f"{data}/{linked} is a link" in message and tree(tmp_path) == before
+
+
+def test_two_at_once_and_what_a_killed_one_leaves(tmp_path):
+    data = put(tmp_path / "data", {f"train/{c}/{i}.jpg": b"x" for c in "ab" for i in range(9)})
+    handle = os.open(data, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    assert "another process is splitting" in fail("split", data, "--test", 0.2)
+    os.close(handle)
+    # Killed between the two steps of moving a relative link, and before the marker had its name.
+    put(tmp_path, {"file.jpg": b"file"})
+    succeed("split", data, "--test", 0.3)
+    (moved,) = list((data / "test/a").glob("*.jpg"))[:1]
+    name = moved.name
+    moved.unlink()
+    moved.symlink_to(tmp_path / "file.jpg")
+    (data / "train/a" / name).symlink_to("../../../file.jpg")
+    put(data, {"test/.0123456789abcdef.tmp": b"", "test/a/.my.tmp": b"mine"})
+    succeed("split", data, "--test", 0.3)
+    assert (data / "test/a" / name).read_bytes() == b"file" and not (
+        data / "train/a" / name
+    ).exists()
+    assert (data / "test/a/.my.tmp").exists() and not list(data.rglob(".0123*"))

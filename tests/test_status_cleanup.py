@@ -57,9 +57,9 @@ def test_a_run_does_not_write_where_another_user_could(nodes, folder, tmp_path, 
     victim.mkdir()
     line = f"python imagenet_nd.py {TINY_LINE} --epochs 1 --output-dir {tmp_path} {folder}"
     first = f"rm -rf {place}; {prepare.format(victim=victim, place=place)}"
-    watch = f"(while :; do ls -A {place}/; sleep 0.02; done > {tmp_path}/seen) & watcher=$!"
+    list_often = f"(while :; do ls -A {place}/; sleep 0.02; done > {tmp_path}/seen) & watcher=$!"
     last = f"code=$?; kill $watcher; rm -rf {place}; exit $code"
-    done = nodes[0].run(f"{first}; {watch}; {line}; {last}", ENV)
+    done = nodes[0].run(f"{first}; {list_often}; {line}; {last}", ENV)
     assert done.code == 0, done.err
     assert (tmp_path / "seen").read_text() == ""
     assert not list(victim.iterdir())

@@ -12,8 +12,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from joined import start
 from running import assert_same_weights, eventually, snapshot
 
-from utils.errors import INTERRUPTED, UserError
-from utils.extras import store
+from utils.run import store
+from utils.start.errors import INTERRUPTED, UserError
 
 TWO_EPOCHS = ("-a", "tiny_full", "-b", "10", "--epochs", "2", "-p", "1")
 
@@ -152,9 +152,9 @@ def test_the_newest_version_arrives_and_nobody_waits_before_the_end(
     one, bucket = copies(errors)
     for text in ("old", "older", "new"):  # the first is on its way when the others come
         (tmp_path / "snapshot.pt").write_text(text)
-        one.upload(tmp_path / "snapshot.pt")
+        one.file(tmp_path / "snapshot.pt")
         assert bucket.begun.wait(60)
-    one.upload(tmp_path / "not there")
+    one.file(tmp_path / "not there")
     bucket.gate.set()
     assert eventually(lambda: bucket.puts and bucket.puts[-1][1] == "new")
     assert len(bucket.puts) == 2 - errors
@@ -167,7 +167,7 @@ def test_the_next_snapshot_is_the_retry_and_the_end_tries_more(copies, tmp_path,
     bucket.gate.set()
     for name, left in (("best.pt", 3), ("snapshot.pt", 1)):
         (tmp_path / name).write_text(name)
-        one.upload(tmp_path / name)
+        one.file(tmp_path / name)
         assert eventually(lambda left=left: bucket.errors == left)
     one.close()
     assert {name for name, _ in bucket.puts} == {"best.pt", "snapshot.pt"}
@@ -177,7 +177,7 @@ def test_the_next_snapshot_is_the_retry_and_the_end_tries_more(copies, tmp_path,
 def test_the_end_does_not_wait_for_ever(copies, tmp_path, monkeypatch, logged):
     one, bucket = copies()
     (tmp_path / "best.pt").write_text("best")
-    one.upload(tmp_path / "best.pt")
+    one.file(tmp_path / "best.pt")
     monkeypatch.setattr(store, "END_WAIT", 0.1)
     one.close()
     assert not bucket.puts and logged[0].startswith("note: best.pt could not be copied")

@@ -13,12 +13,12 @@ import pytest
 import torch
 from batches import fetch
 from joined import Job, run_jobs
-from preparing import devkit_bytes, put, run, tar_bytes
+from preparing import devkit_bytes, put, tar_bytes
 from running import assert_same_weights
 
-from utils.errors import UserError
-from utils.folder import check_same_classes, class_folders, has_part, open_source
-from utils.images import ImageBatches
+from utils.data.images import ImageBatches
+from utils.data.opening import check_same_classes, class_folders, has_part, open_source
+from utils.start.errors import UserError
 
 TENCH, GOLDFISH = "n01440764", "n01443537"
 
@@ -73,10 +73,13 @@ def shards(folder, part):
 
 
 def documents(folder, part):
-    """Shards in DATA itself, as timm/imagenet-1k-wds has them."""
-    members = samples(folder, part, lambda n: ("json", json.dumps({"label": n}).encode()))
+    """Shards in DATA itself, with a second file of metadata, as timm/imagenet-1k-wds has them."""
+    members = samples(folder, part, lambda number: ("cls", b"%d" % number))
+    document = json.dumps({"label": 7}).encode()
+    members += [(n.replace(".cls", ".json"), document) for n, _ in members if n.endswith(".cls")]
+    members.sort(key=lambda one: (one[0][8:11], one[0]))  # the three of a sample stay together
     name = {"train": "imagenet1k-train-{:04}.tar", "val": "imagenet1k-validation-{:02}.tar"}[part]
-    return {name.format(i): tar_bytes(members[i * 80 : i * 80 + 80]) for i in range(2)}
+    return {name.format(i): tar_bytes(members[i * 120 : i * 120 + 120]) for i in range(2)}
 
 
 LAYOUTS = (of_folders, nested, a_tar_a_class, shards, documents)
@@ -187,20 +190,15 @@ def test_weights_are_those_of_the_folder_bit_for_bit(folder, originals, tmp_path
 # ---- slow disks
 
 
-@pytest.mark.parametrize("kind", ["folder", "pack"])
-def test_reads_in_flight_on_a_slow_disk_change_nothing(folder, tmp_path, monkeypatch, kind):
+def test_reads_in_flight_on_a_slow_disk_change_nothing(folder, tmp_path, monkeypatch):
     """The same batches, and the same bad files; the first batch shows that the disk is slow."""
     data = Path(shutil.copytree(folder, tmp_path / "data"))
     (data / "train" / "class_1" / "007.JPEG").write_bytes(b"")
-    if kind == "pack":
-        assert run("pack", data, tmp_path / "pack", "--workers", 1, "--size", 32).code == 0
-        data = tmp_path / "pack"
     results, most, now = [], [0], [0]
     for slow in (False, True):
         index = source(data)
         if slow:
-            name = "read" if kind == "folder" else "rows"
-            real = getattr(index, name)
+            real = index.read
 
             def late(*task, real=real):
                 now[0] += 1
@@ -209,7 +207,7 @@ def test_reads_in_flight_on_a_slow_disk_change_nothing(folder, tmp_path, monkeyp
                 now[0] -= 1
                 return real(*task)
 
-            monkeypatch.setattr(index, name, late)
+            monkeypatch.setattr(index, "read", late)
         dataset = ImageBatches(index, 24, seed=0, train=True)
         results.append([fetch(dataset, range(k, k + 30), epoch=k) for k in range(3)])
     assert max(most) > 1
@@ -243,6 +241,36 @@ def test_the_index_is_kept_and_made_again_when_a_file_has_changed(folder, tmp_pa
         expected += ["class_3"] * more
         assert class_folders(data / "train") == expected
         assert kept_index(tmp_path) != kept, changed
+
+
+def test_a_tar_file_of_the_same_size_and_time_is_noticed(folder, tmp_path):
+    """Rewritten in place, and replaced."""
+    one, other = (tar_bytes([(f"{c}/1.jpg", c.encode())]) for c in "ab")
+    data = put(tmp_path, {"train.tar": one})
+    for content, replace in ((one, False), (other, False), (one, True)):
+        new = data / "train.new"
+        (new if replace else data / "train.tar").write_bytes(content)
+        if replace:
+            os.utime(new, (1.7e9, 1.7e9))
+            new.rename(data / "train.tar")
+        age(data)
+        assert class_folders(data / "train") == ["b" if content is other else "a"]
+
+
+@pytest.mark.parametrize("way", ["rewritten", "replaced"])
+def test_a_tar_file_that_changes_during_a_run(tmp_path, way):
+    """Images are not read from places of the old index; a replaced file is still open."""
+    data = put(tmp_path, {"train.tar": tar_bytes([("a/1.jpg", b"old"), ("b/1.jpg", b"x")])})
+    age(data)
+    index, new = source(data), tar_bytes([("a/1.jpg", b"new"), ("b/1.jpg", b"y")])
+    if way == "rewritten":
+        (data / "train.tar").write_bytes(new)
+        with pytest.raises(OSError, match=r"train\.tar was changed during this run"):
+            index.read(0)
+    else:
+        (data / "train.new").write_bytes(new)
+        (data / "train.new").rename(data / "train.tar")
+        assert index.read(0) == b"old"
 
 
 def test_the_index_of_data_that_cannot_be_written_is_in_the_users_cache(
@@ -290,6 +318,8 @@ def of_members(*members, form=tarfile.GNU_FORMAT):
 
 
 SPARSE = member("a/1.jpg", type=tarfile.GNUTYPE_SPARSE)
+HARD = member("a/2.jpg", type=tarfile.LNKTYPE, linkname="a/1.jpg")
+SOFT = member("b/3.jpg", type=tarfile.SYMTYPE, linkname="../a/1.jpg")
 
 
 def names(data):
@@ -319,23 +349,41 @@ def test_names_of_every_kind(tmp_path, form):
     assert not (tmp_path.parent / "b").exists()
 
 
-def test_duplicates_and_links_are_as_after_extraction(tmp_path):
-    hard, soft = {"type": tarfile.LNKTYPE}, {"type": tarfile.SYMTYPE}
-    content = of_members(
-        member("a/1.jpg", b"old"),
-        member("a/2.jpg", linkname="a/1.jpg", **hard),
-        member("b/3.jpg", linkname="../a/2.jpg", **soft),
-        member("b/4.jpg", linkname="/etc/passwd", **soft),
-        member("b/5.jpg", linkname="5.jpg", **soft),
-        member("a/1.jpg", b"new"),
-    )
+def test_names_of_over_100_bytes_in_ustar(tmp_path):
+    """They are divided between two fields of the header."""
+    paths = [f"{c}/{'d' * 90}/{'e' * 60}.jpg" for c in "ab"]
+    content = of_members(*(member(n, n.encode()) for n in paths), form=tarfile.USTAR_FORMAT)
     data = put(tmp_path, {"train.tar": content})
-    index = source(data)
-    assert names(data) == ["a/1.jpg", "a/2.jpg", "b/3.jpg", "b/4.jpg", "b/5.jpg"]
-    assert [index.read(i) for i in range(3)] == [b"new"] * 3
-    for image in (3, 4):
-        with pytest.raises(OSError, match="a link to an image that is not in this tar file"):
-            index.read(image)
+    assert class_folders(data / "train") == ["a", "b"] and names(data) == paths
+    assert contents(source(data)) == [path.encode() for path in paths]
+
+
+def test_keys_of_webdataset_end_at_the_first_dot(tmp_path):
+    files = [
+        ("d.1/0001.left.jpg", b"x"),
+        ("d.1/0001.cls", b"3"),
+        ("0002.a.b.jpg", b"y"),
+        ("0002.cls", b"4"),
+    ]
+    put(tmp_path, {"train/0.tar": tar_bytes(files)})
+    assert names(tmp_path) == ["00003/d.1/0001.left.jpg", "00004/0002.a.b.jpg"]
+
+
+def test_duplicates_are_as_after_extraction(tmp_path):
+    files = [("a/1.jpg", b"old"), ("b/2.jpg", b"other"), ("a/1.jpg", b"new")]
+    data = put(tmp_path, {"train.tar": tar_bytes(files)})
+    assert names(data) == ["a/1.jpg", "b/2.jpg"] and contents(source(data)) == [b"new", b"other"]
+
+
+def test_a_folder_of_the_parts_name_is_no_class_but_one_of_another_name_is(tmp_path):
+    """Only train/ itself, and only if all images are below it."""
+    files = [("train/a/1.jpg", b"x"), ("train/b/c/2.jpg", b"y")]
+    put(tmp_path / "inside", {"train.tar": tar_bytes(files)})
+    assert names(tmp_path / "inside") == ["a/1.jpg", "b/c/2.jpg"]
+    put(tmp_path / "beside", {"train.tar": tar_bytes([*files, ("bus/3.jpg", b"z")])})
+    assert class_folders(tmp_path / "beside" / "train") == ["bus", "train"]
+    put(tmp_path / "one", {"train.tar": tar_bytes([("train/1.jpg", b"z")])})
+    assert class_folders(tmp_path / "one" / "train") == ["train"]
 
 
 def test_equal_keys_in_several_shards_are_different_images(tmp_path):
@@ -360,6 +408,7 @@ def test_numbers_of_another_encoding_and_a_tar_without_magic(tmp_path):
 
 WHOLE = tar_bytes([("a/1.jpg", b"x" * 900), ("b/2.jpg", b"y" * 900)])
 SHARD = "train/x-{}-of-003.tar"
+INSTEAD = r"which training does not read: extract .* \(scripts/prepare_data\.py shards DATA OUT\)"
 CASES = {
     "cut in a file": (WHOLE[:1100], "train.tar ends before its last file does"),
     "cut between files": (WHOLE[:3072], "the copy is incomplete, copy it again"),
@@ -376,7 +425,17 @@ CASES = {
     "compressed class": (tar_bytes([("a.tar.gz", b"")]), "a.tar.gz is a compressed tar file"),
     "class is no tar": (tar_bytes([("a.tar", b"x" * 600)]), "train.tar/a is not a tar file"),
     "empty class": (tar_bytes([("a.tar", WHOLE), ("b.tar", tar_bytes([]))]), "b has no images"),
-    "sparse": (of_members(SPARSE), r"the sparse file a/1\.jpg: pack it again without"),
+    "sparse": (of_members(SPARSE), rf"contains the sparse file a/1\.jpg, {INSTEAD}"),
+    "hard link": (of_members(HARD), rf"train\.tar/a/2\.jpg is a link, {INSTEAD}"),
+    "soft link": (of_members(SOFT), rf"train\.tar/b/3\.jpg is a link, {INSTEAD}"),
+    "label in JSON": (
+        {"train/0.tar": tar_bytes([("1.jpg", b""), ("1.json", b'{"label": 3}')])},
+        rf"train/0\.tar/1\.jpg has its label in a JSON file, {INSTEAD}",
+    ),
+    "classes in a folder": (
+        tar_bytes([("CLS-LOC/train/a/1.jpg", b""), ("CLS-LOC/train/b/2.jpg", b"")]),
+        rf"train\.tar has its classes inside the folder CLS-LOC, {INSTEAD}",
+    ),
     "gzip": (
         gzip.compress(WHOLE, mtime=0) * 9,
         "is compressed.*mv .*train.tar.gz && gunzip .*.gz` first",
@@ -422,5 +481,5 @@ def test_a_tar_file_that_grows_while_its_headers_are_read(folder, tmp_path, monk
         return real(tar)
 
     monkeypatch.setattr(tarfile.TarInfo, "fromtarfile", parse)
-    with pytest.raises(UserError, match=r"train\.tar grew while its headers were read"):
+    with pytest.raises(UserError, match=r"train\.tar changed while its headers were read"):
         source(data)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import event_files
 import pytest
-from conftest import python, scalars, train
+from conftest import python, scalars, summary, train
 from joined import start
 from running import assert_same_weights
 
-from utils.errors import INTERRUPTED
+from utils.start.errors import INTERRUPTED
 
 LINE = ("-a", "tiny_full", "-b", "10", "--epochs", "2", "-p", "1")
 OFFLINE = {"WANDB_MODE": "offline"}
@@ -66,7 +66,9 @@ def test_a_killed_and_resumed_run_is_one_run_with_each_point_once(folder, tmp_pa
     killed = {833: {"Step/loss": 7.0}, 1000: {"Step/loss": 7.0}, 1001: {"Step/loss": 7.0}}
     event_files.write(run, killed)
     done = train("imagenet_nd.py", *words, "--resume", "auto", folder, **OFFLINE)
-    assert done.err == "" and "wandb" not in done.out
+    assert done.err == "" and "warning" not in done.out
+    sync = f"wandb sync {' '.join(map(str, sorted(run.glob('wandb/offline-run-*'))))}"
+    assert sync in done.out, "the terminal says where the run went, both sessions of it"
     assert_same_weights(run, tmp_path / "plain")
     files = list(run.glob("wandb/offline-run-*/run-*.wandb"))
     assert [file.stem for file in files] == [f"run-{(run / 'wandb.id').read_text()}"] * 2
@@ -85,8 +87,39 @@ def test_a_killed_and_resumed_run_is_one_run_with_each_point_once(folder, tmp_pa
         for record in records(run)
         for item in [*record.run.config.update, *record.config.update]
     }
+    best = {
+        item.key or "/".join(item.nested_key): json.loads(item.value_json)
+        for record in records(run)
+        for item in record.summary.update
+    }
+    assert best["best_top1"] == pytest.approx(summary(run)["best_top1"])
     assert (config["arch"], config["batch_size"], config["val_images"]) == ("tiny_full", 10, 21)
     assert len(list(run.glob("wandb/offline-run-*/files/media/images/Images/*.png"))) == 2
+
+
+HARMED = """
+import os, signal, sys
+from pathlib import Path
+from utils.run import tracker
+
+tracker.WAIT = 3.0
+sink = tracker.Tracker(Path(sys.argv[1]), {}, {"best_top1": 5.0})
+for process in tracker._own_services():
+    os.kill(process, int(sys.argv[2]))
+for x in range(1, 200):
+    sink.scalars({"Loss/train": 1.0}, x)
+sink.close()
+print("closed")
+"""
+
+
+@needs_wandb
+@pytest.mark.parametrize("harm", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_wandb_that_hangs_or_dies_does_not_outlast_the_run(tmp_path, harm):
+    """The process ends by itself soon after the wait, without a traceback."""
+    done = python("-c", HARMED, tmp_path, int(harm), timeout=100, **OFFLINE)
+    assert (done.code, "Traceback" in done.err) == (0, False), done.err
+    assert "closed" in done.out
 
 
 @needs_wandb

@@ -21,7 +21,7 @@ EMPTY_SECONDS = TIMEOUT / 2
 # What fails, the length of a step, the exit code. Ranks that are stuck in a step of 600 s do not
 # notice a request.
 ENDS = [("SIGKILL", 0.05, -signal.SIGKILL), ("rank", 0.05, LOST_PEER)]
-LONG_ENDS = [("SIGKILL", 600, -signal.SIGKILL), ("script", 0.05, LOST_PEER)]
+LONG_ENDS = [("SIGKILL", 600, -signal.SIGKILL), ("torchrun", 0.05, LOST_PEER)]
 LONG_ENDS += [(f"SIG{name}", 0.05, INTERRUPTED) for name in ("TERM", "HUP", "INT")]
 LONG_ENDS += [(name, 600, LOST_PEER) for name in ("SIGTERM", "SIGINT SIGINT")]
 LONG_ENDS += [(f"link {n}", s, LOST_PEER) for n, s in ((0, 600), (0, 0.05), (1, 0.05), (2, 600))]
@@ -80,11 +80,11 @@ def test_two_nodes_sync_and_fetch(nodes, folder, tmp_path):
     assert {path.name: path.read_bytes() for path in here.iterdir()} == files
     assert not [name for name, content in files.items() if SECRET.encode() in content]
     assert not (code / ".git").exists()
-    place = "MASTER_ADDR=10.77.0.2 MASTER_PORT=8888 WORLD_SIZE=2 NODE_RANK=0"
+    place = "--nnodes=2 --node_rank=0 --master_addr=10.77.0.2 --master_port=8888 --nproc_per_node=1"
     for line_of_a_node in (
         "[node1] Epoch 1/1",
-        "[node2] [rank 1] Epoch 1/1",
-        f"[node1] + cd {code}; {place} AWS_SECRET_ACCESS_KEY=*** HERE=*** python imagenet_ddp.py",
+        "[node2] [rank 1] this node trains with rank 0 of 2",
+        f"[node1] + cd {code}; AWS_SECRET_ACCESS_KEY=*** HERE=*** torchrun {place} imagenet_ddp",
     ):
         assert f"\n{line_of_a_node}" in f"\n{done.out}", done.out
     assert "\033[" not in done.out + done.err
@@ -115,7 +115,7 @@ def test_nothing_is_left(nodes, folder, tmp_path, event, seconds, code):
                 assert ours(nodes)
                 run.send(getattr(signal, name), group=name == "SIGINT")  # as from the terminal
         else:
-            word = "imagenet_ddp.py" if event == "script" else "spawn_main"
+            word = "/torchrun.py " if event == "torchrun" else " -u imagenet_ddp.py"
             # The first one, as a rank's loader workers have the same command line.
             first = min(one.pid for one in nodes[2].processes() if word in one.command)
             os.kill(first, signal.SIGKILL)
@@ -131,7 +131,7 @@ def test_nothing_is_left(nodes, folder, tmp_path, event, seconds, code):
     assert "Traceback" not in result.err
     if event.startswith("SIG") and seconds < 1:  # it had time for a snapshot
         assert summary(tmp_path / "run")["finished_because"] == "interrupted"
-    if event in ("rank", "script"):
+    if event in ("rank", "torchrun"):
         assert "launcher: node2 ended with exit code 137: killed by SIGKILL" in result.err
 
 

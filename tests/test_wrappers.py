@@ -75,10 +75,60 @@ def test_arguments_reach_a_script_of_one_process(tmp_path):
     command = "one_node_train.sh 1.5 mine 8 -- -p 3 --output-dir a --output-dir=b"
     done = run_wrapper(command, tmp_path, **env, PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert (done.code, done.err) == (0, "")
-    expected = "imagenet_nd.py -b 8 --train-time 1.5 --name mine --resume auto -a vgg19 -p 3"
+    expected = "imagenet_nd.py -b 8 --train-time 1.5 --name mine --resume auto"
+    expected += " --epochs 100000 --lr-schedule constant -a vgg19 -p 3"
     expected += " --output-dir a --output-dir=b /d at for launcher:mine"
     assert " ".join(done.out.splitlines()[-1].split()) == f"{ROOT}/{expected}"
     assert f"{ROOT}/{expected}" in " ".join((tmp_path / "b/mine/node0.log").read_text().split())
+
+
+# What a shell may hand to the commands that it starts. HERE is a folder of the test.
+FUNCTIONS = """cd() { builtin cd "$@" && ls -a; }
+python3() { echo mine; }; sed() { echo mine; }; dirname() { echo /; }"""
+EXPORTS = {
+    "CDPATH": "mkdir -p HERE/other/scripts; export CDPATH=HERE/other:.:..",
+    "functions": f"{FUNCTIONS}; export -f cd python3 sed dirname",
+    "BASH_ENV": f"cat >HERE/rc <<'END'\n{FUNCTIONS}\nEND\nexport BASH_ENV=HERE/rc",
+    "options": "set -f; export SHELLOPTS POSIXLY_CORRECT=1",
+    "GREP_OPTIONS": "export GREP_OPTIONS='-v --color=always'",
+    "Python": "export PYTHONHOME=/nowhere PYTHONSAFEPATH=1 PYTHONINSPECT=1",
+    "names of variables": "export shell=zsh root=/ base=/ name=a files=b log=c why=d listed=e "
+    "label=f torchrun=g variables=h preflight=i processes=7 most=1 cores=k data=l",
+    "no home": "unset HOME USER LOGNAME HOSTNAME",
+    "locale": "export LC_ALL=C LANG=C",
+}
+
+
+@pytest.mark.parametrize("exports", EXPORTS.values(), ids=EXPORTS)
+def test_exports_of_the_callers_shell_change_nothing(tmp_path, exports):
+    (tmp_path / "python").write_text(SIMULATED)
+    (tmp_path / "python").chmod(0o755)
+    env = {"PYTHON": f"{tmp_path}/python", "DATA": "/d", "SCRIPT": "imagenet_nd.py"}
+    exports = exports.replace("HERE", str(tmp_path))
+    cd = f"{exports}\nbuiltin cd {ROOT}; exec bash scripts"
+    trained, started, listened, helped = shell(
+        f"{cd}/one_node_train.sh 1.5 mine 8 -- --output-dir {tmp_path}/runs",
+        f"{cd}/quickstart.sh {tmp_path}/none",
+        f"{cd}/tensorboard.sh {tmp_path}/none",
+        f"{cd}/scaling_study.sh --help",
+        **env,
+    )
+    assert (trained.code, trained.err) == (0, "")
+    words = "-b 8 --train-time 1.5 --name mine --resume auto --epochs 100000"
+    words += f" --lr-schedule constant --output-dir {tmp_path}/runs /d"
+    last = trained.out.splitlines()[-1]
+    assert last.split(" at ")[0] == f"{ROOT}/imagenet_nd.py {words}"
+    started.fails_with(f"there is no folder {tmp_path}/none")
+    listened.fails_with(f"{tmp_path}/none")
+    assert (helped.code, helped.err) == (0, "")
+    assert helped.out.startswith("usage: scaling_study.sh")
+
+
+@pytest.mark.parametrize("processes", ["0", "two", "99999", "9" * 30])
+def test_a_number_of_processes_that_cannot_be_meant(tmp_path, processes):
+    done = run_wrapper("one_node_train.sh 1 mine 8", tmp_path, NPROC=processes)
+    done.fails_with(f"NPROC is {processes}")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

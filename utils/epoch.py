@@ -1,22 +1,29 @@
 """An epoch: the training steps, which call a script's own train_step, and the evaluation."""
 
+import hashlib
 import logging
 import math
 import time
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from utils import addons, optim, report, snapshots
-from utils.atomic import read_checkpoint
-from utils.errors import UserError
-from utils.loaders import Batches, MicroBatch
+from utils import grid, report
+from utils.data.batches import EvalBatches, MicroBatch, TrainBatches
 from utils.metrics import UNREADABLE, Sums, means
+from utils.model import compiling, optim
+from utils.monitor import PARTS
+from utils.run import audit, snapshots
+from utils.run.console import IN_BAR, loss_text
+from utils.run.snapshots import BEST, SNAPSHOT, TrainState
+from utils.run.stopping import Reason
 from utils.session import Predict, Session, Training, TrainStep
-from utils.snapshots import BEST, SNAPSHOT, TrainState
-from utils.stopping import Reason
-from utils.world import broadcast_from_rank0, copy_from_rank0, gather, reshard
+from utils.start.atomic import read_checkpoint
+from utils.start.errors import UserError
+from utils.start.progress import TRAINING, during
+from utils.start.world import World, broadcast_from_rank0, copy_from_rank0, gather, reshard
 
 log = logging.getLogger(__name__)
 
@@ -25,28 +32,39 @@ log = logging.getLogger(__name__)
 
 def train(session: Training, train_step: TrainStep) -> dict[str, float] | None:
     """Train the rest of the current epoch. Returns its record; None if the run is to stop."""
-    meter = Meter(session)
-    if meter.is_first:
-        train_step = addons.first_step_timed(train_step, session.args, session.world.device)
-    run_steps(session, train_step, meter)
+    meter, state, world = Meter(session), session.state, session.world
+    batches = session.train.rest(state.epoch, state.step)
+    if meter.is_first and world.is_main:
+        batches = grid.with_first_drawn(batches, session)
+    if meter.is_first and session.args.compile:
+        train_step = compiling.first_step_timed(train_step, session.args, world.device)
+    run_steps(session, train_step, meter, batches)
     return meter.record()
 
 
-def run_steps(session: Training, train_step: TrainStep, meter: "Meter") -> None:
-    """Run the remaining steps of the epoch, or until the run is to stop."""
+@during(TRAINING)
+def run_steps(
+    session: Training, train_step: TrainStep, meter: "Meter", batches: Iterator[MicroBatch]
+) -> None:
+    """Run a step for each of ``batches``, the rest of the epoch, or until the run is to stop."""
     state, stop, steps = session.state, session.stop, session.train.sampler.steps_per_epoch
     state.model.train()
-    for batch in meter.timed(session.train.rest(state.epoch, state.step)):
+    for batch in meter.timed(batches):
         if batch.opens_step:
             lr = learning_rate_at(session, state.epoch + state.step / steps)
             for group in state.optimizer.param_groups:
                 group["lr"] = lr
-        seed_dropout(session, *batch.place, session.world.slice)  # so no random state needs saving
+        # So no random state needs saving.
+        seed_dropout(session, *batch.position, session.world.data_parallel_rank)
         loss, logits = train_step(batch.images, batch.targets, batch.weight, batch.ends_step)
         meter.add(loss, logits, batch)
+        if session.audit:
+            session.audit.add(batch.taken)
         if not batch.ends_step:
             continue
         state.step += 1
+        if session.audit and state.step % audit.STEPS_BETWEEN_CHECKS == 0:
+            compare_weights(session)
         meter.print_line()  # every --print-freq steps; the only wait for the device
         if stop.poll():  # all ranks vote, so that all stop at the same step
             break
@@ -72,6 +90,7 @@ def loss_scale(state: TrainState) -> dict[str, float]:
     return {f"Amp/{key}": float(scaler[key]) for key in ("scale", "skipped") if key in scaler}
 
 
+@during("saving a snapshot")
 def save_snapshot(session: Training, is_best: bool = False) -> None:
     """Begin to write ``snapshot.pt`` in rank 0, and ``best.pt`` if this is the best model.
 
@@ -79,6 +98,10 @@ def save_snapshot(session: Training, is_best: bool = False) -> None:
     exchange.
     """
     began, state, main = time.perf_counter(), session.state, session.world.is_main
+    if session.audit:
+        compare_weights(session)
+        taken = gather(session.audit.move_to(state.epoch, state.step), session.world)
+        session.audit.write_taken(taken[: session.world.data_parallel_size])
     content = snapshots.snapshot_of(state, session.run.options, session.loaders.classes, main)
     collecting = time.perf_counter() - began
     if session.snapshots is None:
@@ -88,6 +111,26 @@ def save_snapshot(session: Training, is_best: bool = False) -> None:
         # First, so that no snapshot refers to a best model that is not on disk.
         files = {BEST: snapshots.best_of(state, session.args.arch, content), **files}
     session.snapshots.save(files, collecting)
+
+
+def compare_weights(session: Training) -> None:
+    """``--audit``: raise `UserError` in all ranks if one has other weights. Shards all differ."""
+    state, world = session.state, session.world
+    if session.audit is None or state.sharded:
+        return
+    checksums = gather(weights_checksum(state.model), world)
+    audit.check_equal(checksums, state.epoch, state.step)
+    position = {"epoch": state.epoch, "step": state.step}
+    session.audit.write({**position, "weights": checksums[0]})
+
+
+def weights_checksum(model: nn.Module) -> str:
+    """16 hexadecimal digits that change with any bit of the model's parameters."""
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = [weight.detach().flatten() for weight in model.parameters()]
+    sums = [x.view(kinds[x.element_size()]).sum(dtype=torch.int64) for x in bits]
+    numbers = torch.stack(sums).tolist() if sums else []  # the only wait for the device
+    return hashlib.sha256(repr(numbers).encode()).hexdigest()[:16]
 
 
 def seed_dropout(session: Session, *position: int) -> None:
@@ -108,13 +151,13 @@ class Meter:
 
     def __init__(self, session: Training):
         """The epoch begins."""
-        self.session, self.state, self.watch = session, session.state, session.watch
-        self.timed = session.watch.timed  # iterates over batches and times each step
+        self.session, self.state, self.monitor = session, session.state, session.monitor
+        self.timed = session.monitor.timed  # iterates over batches and times each step
         self.state.begin_epoch()
         self.steps, self.first = session.train.sampler.steps_per_epoch, session.state.step
         self.sums = Sums(session.world.device, self.state.sums)
         self.title = f"Epoch {self.state.epoch + 1}/{session.args.epochs}"
-        self.bar = session.run.progress_bar(self.title, self.steps, self.first)
+        self.bar = session.run.console.progress_bar(self.title, self.steps, self.first)
         session.train.start_count()
         session.stop.begin_phase()
         self.is_first = self.state.epoch == session.first_epoch  # in this process
@@ -124,7 +167,7 @@ class Meter:
     def add(self, loss: Tensor, logits: Tensor, batch: MicroBatch) -> None:
         """Count a micro-batch that may still be computing. Nothing here waits for the device."""
         self.sums.add(loss * len(batch.labels), logits, batch.labels)
-        self.watch.end(batch.ends_step)
+        self.monitor.end(batch.ends_step)
         if self.state.problem():
             self.session.stop.ask(Reason.DIVERGED)
         if self.session.train.bad.too_many:
@@ -150,7 +193,7 @@ class Meter:
         waiting time are measured in this process alone, since it started. Its first step has a line
         as well, and counts again in the next line.
         """
-        session, state, step, watch = self.session, self.state, self.state.step, self.watch
+        session, state, step, monitor = self.session, self.state, self.state.step, self.monitor
         self.bar.update()
         is_due = step % session.print_freq == 0 or step == self.steps
         if not (is_due or (self.is_first and step == self.first + 1)):
@@ -162,17 +205,19 @@ class Meter:
         seconds, done, waited = (b - a for a, b in zip(self.last, now, strict=True))
         rate = done * session.global_batch / seconds
         if is_due:
-            self.last, state.printed, parts = now, sums, watch.recent()
+            self.last, state.printed, parts = now, sums, monitor.recent()
             curves = {"Step/loss": values["loss"], "Step/throughput": rate}
-            curves |= {f"Step/{part}_s": parts[part] for part in report.PARTS if part in parts}
+            curves |= {f"Step/{part}_s": parts[part] for part in PARTS if part in parts}
             session.run.scalars(curves, round(1000 * (state.epoch + step / self.steps)))
-            session.show_status("training", steps=self.steps, images_per_s=rate, parts=parts)
-        values |= {"images/s": rate, "s/step": seconds / done, "waiting %": 100 * waited / seconds}
-        text = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
-        if self.bar.disable:
-            log.info(f"{self.title} step {step:{len(str(self.steps))}}/{self.steps}  {text}")
-        else:
-            self.bar.set_postfix_str(text)
+            session.status.show("training", steps=self.steps, images_per_s=rate, parts=parts)
+        if session.ledger is not None and session.ledger.is_due():
+            session.write_ledger()
+        loss, top1, top5 = loss_text(values["loss"]), values["top-1"], values["top-5"]
+        text = f"loss {loss}  top-1 {top1:.2f}  top-5 {top5:.2f}  images/s {rate:.1f}  "
+        text += f"s/step {seconds / done:.4f}  waiting % {100 * waited / seconds:.1f}"
+        text = f"{self.title} step {step:{len(str(self.steps))}}/{self.steps}  {text}"
+        log.info(text, extra=None if self.bar.disable else IN_BAR)
+        self.bar.set_postfix_str(f"loss {loss}  top-1 {top1:4.1f}  {rate:4.0f} img/s")
 
     def record(self) -> dict[str, float] | None:
         """End the epoch. Returns: its record for curves and history; None if it was stopped."""
@@ -193,43 +238,51 @@ class Meter:
             "Throughput/train": done * session.global_batch / seconds if done else math.nan,
             "Time/train": seconds / done if done else math.nan,
             "Lr": learning_rate_at(session, state.epoch + (self.steps - 1) / self.steps),
-            "IO/bad_files": float(len(train.bad.seen)),
         }
+        if train.bad.seen:
+            record["IO/bad_files"] = float(len(train.bad.seen))
         if train.sampler.size:
             record["Size/train"] = float(train.sampler.size)
         if done:
-            mine = (train.waited, train.reading.bytes, train.reading.files)
-            waited, size, files = zip(*gather(mine, session.world), strict=True)
-            # One rank that waits for its data makes all others wait for its gradients.
-            record["IO/wait_share"] = min(1.0, max(waited) / seconds)
-            record |= {
-                "IO/read_mb_s": sum(size) / seconds / 1e6,
-                "IO/files_s": sum(files) / seconds,
-            }
-        return record | loss_scale(state) | self.watch.end_epoch()
+            record |= input_record(train, seconds, session.world)
+        return record | loss_scale(state) | self.monitor.end_epoch()
+
+
+def input_record(train: TrainBatches, seconds: float, world: World) -> dict[str, float]:
+    """The ``IO/...`` tags of all ranks after ``seconds`` of training. Collective."""
+    mine = (train.waited, train.reading.bytes, train.reading.files)
+    waited, size, files = zip(*gather(mine, world), strict=True)
+    return {
+        # One rank that waits for its data makes all others wait for its gradients.
+        "IO/wait_share": min(1.0, max(waited) / seconds),
+        "IO/read_mb_s": sum(size) / seconds / 1e6,
+        "IO/files_s": sum(files) / seconds,
+    }
 
 
 # ---- evaluation
 
 
-def evaluate(session: Session, predict: Predict, batches: Batches) -> dict[str, float] | None:
-    """Evaluate the model, and its other weights if it has any (``--ema``).
+def evaluate(session: Session, predict: Predict, batches: EvalBatches) -> dict[str, float] | None:
+    """Evaluate the model and, with ``--ema``, its averaged weights.
 
-    Returns: the result of `measure`, and the metrics of the other weights, whose tags end in their
-    name (``Top1/ema``); None if the run is to stop.
+    Returns: the result of `evaluate_weights`, and the metrics of the averaged weights
+    (``Top1/ema``); None if the run is to stop.
     """
-    result = measure(session, predict, batches)
-    for name, weights in addons.other_weights(session.state).items():
-        if result is not None:
-            with weights:
-                metrics = measure(session, predict, batches)
-            tags = {f"{tag}/{name}": f"{tag}/val" for tag in report.METRICS}
-            result = metrics and result | {tag: metrics[own] for tag, own in tags.items()}
+    result = evaluate_weights(session, predict, batches)
+    if (average := session.state.ema) is not None and result is not None:
+        with average.in_model():
+            metrics = evaluate_weights(session, predict, batches)
+        tags = {f"{tag}/ema": f"{tag}/val" for tag in report.METRICS}
+        result = metrics and result | {tag: metrics[own] for tag, own in tags.items()}
     return result
 
 
+@during("evaluating")
 @torch.no_grad()
-def measure(session: Session, predict: Predict, batches: Batches) -> dict[str, float] | None:
+def evaluate_weights(
+    session: Session, predict: Predict, batches: EvalBatches
+) -> dict[str, float] | None:
     """Evaluate over all ranks; every image counts once. Returns None if the run is to stop.
 
     The loss is plain cross entropy, without label smoothing. Keys of the result: the ``.../val``
@@ -238,29 +291,27 @@ def measure(session: Session, predict: Predict, batches: Batches) -> dict[str, f
     instead.
     """
     world, sampler, model, bad = session.world, batches.sampler, session.state.model, batches.bad
-    stop = session.stop if isinstance(session, Training) else None
-    if stop:
+    stop = None
+    if isinstance(session, Training):
+        stop = session.stop
         if stop.reason:  # the epoch was cut short
             return None
         stop.begin_phase()
-        session.show_status("evaluating")
+        session.status.show("evaluating")
     # Ranks have seen different batches, so their running statistics of batch norm differ.
     copy_from_rank0(model, world, parameters=False)
     model.eval()
-    bar = session.run.progress_bar("Evaluation", sampler.rounds)
+    bar = session.run.console.progress_bar("Evaluation", sampler.rounds)
     sums, began, iterator = Sums(world.device), time.perf_counter(), iter(batches)
     for _ in range(sampler.rounds):
         batch = next(iterator, None)  # some ranks may have no batch in the last round
         if batch is not None:
             images, targets = batch
             logits = predict(images).float()
-            if session.args.val_flip:  # the mean over each image and its mirror image
-                logits = (logits + predict(images.flip(3)).float()) / 2
             loss = F.cross_entropy(logits, targets, reduction="sum", ignore_index=UNREADABLE)
             sums.add(loss, logits, targets)
         elif session.state.sharded:  # all ranks must take part in gathering the weights
-            for _ in range(1 + session.args.val_flip):
-                predict(batches.blank())
+            predict(batches.blank())
         bar.update()
         if stop and stop.poll():
             break
@@ -276,9 +327,9 @@ def measure(session: Session, predict: Predict, batches: Batches) -> dict[str, f
             f"{bad.source.path(max(bad.seen))}: check the disk and the copy of the data set",
             on_every_rank=True,
         )
-    if error and not stop:
-        raise error
     if error:
+        if stop is None:
+            raise error
         stop.ask(Reason.BAD_FILES, error)
     if stop and stop.reason:
         return None
@@ -298,23 +349,26 @@ def measure(session: Session, predict: Predict, batches: Batches) -> dict[str, f
 
 def evaluate_only(session: Session, predict: Predict) -> int:
     """``-e``: evaluate the model that was loaded, and write the summary. Returns exit code 0."""
-    session.run.begin(session.state.epoch, session.state.epoch)
-    part = session.args.part
-    result = evaluate(session, predict, getattr(session.loaders, part))
-    report.evaluation(part, result)
-    report.end(session, Reason.EVALUATED, **{part: result})
+    session.run.begin_evaluation()
+    batches = session.loaders.test if session.args.part == "test" else session.loaders.val
+    assert batches is not None  # the one part that was opened
+    result = evaluate(session, predict, batches)
+    assert result is not None  # only a training is asked to stop
+    report.evaluation(session.args.part, result)
+    val, test = (None, result) if session.args.part == "test" else (result, None)
+    report.end(session, Reason.EVALUATED, val, test)
     return 0
 
 
-def test_best(session: Training, predict: Predict) -> dict[str, float] | None:
-    """Evaluate DATA/test with the best model of the run. Returns None if the run is to stop."""
-    best = session.run.folder / BEST
+def test_best(session: Training, predict: Predict, batches: EvalBatches) -> dict[str, float] | None:
+    """Evaluate DATA/test (``batches``) with the best model. Returns None if the run is to stop."""
+    best = session.folder / BEST
     weights = broadcast_from_rank0(
         lambda: read_checkpoint(best)["state_dict"] if best.is_file() else None, session.world
     )
     if weights is not None:
         session.state.load_weights(weights)
-    test = measure(session, predict, session.loaders.test)
+    test = evaluate_weights(session, predict, batches)
     if session.stop.error is not None:
         raise session.stop.error
     if test is not None:

@@ -2,30 +2,40 @@
 
 import logging
 import math
+from pathlib import Path
 from typing import Any
 
-from utils import addons, errors, report
+from utils import advice, comparison, monitor, report, slowdown, status
+from utils.data.preprocessing import Preprocessing
 from utils.epoch import save_snapshot, test_best
-from utils.errors import INTERRUPTED, UserError
-from utils.options import Options
-from utils.preprocessing import Preprocessing
-from utils.resume import load, saved_preprocessing
-from utils.run_directory import checkpoint_file
+from utils.run import audit, ledger, spot
+from utils.run.resume import add_average, fingerprints, load, saved_preprocessing
+from utils.run.run_directory import checkpoint_file
+from utils.run.snapshots import SnapshotWriter, TrainState
+from utils.run.stopping import Reason, StopRequest
 from utils.session import Predict, Session, Training, TrainStep
-from utils.snapshots import SnapshotWriter, TrainState
-from utils.stopping import Reason, StopRequest
-from utils.world import World, broadcast_from_rank0
+from utils.start import errors, progress
+from utils.start.errors import INTERRUPTED, UserError
+from utils.start.option_types import Options, OptionsT
+from utils.start.progress import during
+from utils.start.world import World, broadcast_from_rank0, gather
 
 log = logging.getLogger(__name__)
 
 
-def measure(session: Session, train_step: TrainStep) -> int | None:
-    """Run ``--find-batch`` or ``--dummy``. Returns: the exit code; None if training is to begin."""
-    measurement = addons.measurement(session.args)
-    return measurement and measurement(session, train_step)
+def find_batch(session: Session, train_step: TrainStep) -> int | None:
+    """Run ``--find-batch``. Returns: the exit code; None if training is to begin.
+
+    scripts/bench/time_step.py puts its own measurement in the place of this function.
+    """
+    if session.args.find_batch:
+        from utils.find_batch import find
+
+        return find(session, train_step)
+    return None
 
 
-def with_checkpoint_sizes(args: Options, world: World) -> Options:
+def with_checkpoint_sizes(args: OptionsT, world: World) -> OptionsT:
     """The options, with omitted sizes taken from the ``--resume`` checkpoint."""
     saved = broadcast_from_rank0(lambda: saved_preprocessing(checkpoint_file(args)), world)
     if saved is None:
@@ -45,11 +55,13 @@ def resume(session: Session) -> None:
     """Load the checkpoint that ``--resume`` names, if any. Raises: `UserError`."""
     args, state, run, main = session.args, session.state, session.run, session.world.is_main
     state.global_batch = session.global_batch
+    if not args.evaluate:
+        state.data = broadcast_from_rank0(lambda: fingerprints(session.loaders), session.world)
     notes = []
     if (content := run.read_checkpoint()) is not None:
         notes = load(state, args, content, run.source, session.loaders.classes)
     else:
-        addons.add_average(state, args)
+        add_average(state, args)
     if state.resumed and not main:
         state.sums = None  # they cover all ranks: only one rank may add them again
     if args.start_epoch is not None and not args.evaluate:
@@ -72,24 +84,62 @@ def begin(session: Session) -> Training:
     args, world, state, run = session.args, session.world, session.state, session.run
     steps = session.train.sampler.steps_per_epoch
     # A line needs sums over all ranks, so rank 0's --print-freq is used by all.
-    print_freq = broadcast_from_rank0(lambda: args.print_freq, world)
-    run.begin(state.epoch, state.epoch + state.step / steps, addons.facts(session))
-    report.start(session)
-    writer = SnapshotWriter(run.folder, run.written) if world.is_main else None
+    print_freq = gather(args.print_freq, world)[0]
+    # At once after `gather`, which no rank leaves before all have entered it: up to here a signal
+    # ends all ranks at once, from here on all train until the next vote.
     limits = (args.train_time, state.elapsed, args.snapshot_minutes)
+    stop = StopRequest(world, *limits, is_busy=lambda: writer is not None and writer.busy)
+    facts = report.facts(session)
+    opening = comparison.opening(run.options | facts)
+    folder = run.begin_training(state.epoch, state.epoch + state.step / steps, facts, opening)
+    report.start(session, folder.path)
+    writer = SnapshotWriter(folder.path, folder.tell_written) if world.is_main else None
     training = Training(
         **vars(session),
-        stop=StopRequest(world, *limits, is_busy=lambda: writer.busy),
-        watch=addons.watch(session),
+        folder=folder.path,
+        stop=stop,
+        monitor=monitor.Monitor(state.model, state.optimizer, world),
         snapshots=writer,
-        show_status=addons.status(session),
+        status=status.Status(state, args, world, run.mode, folder.path),
         print_freq=print_freq,
-        first_epoch=state.epoch,
+        # All steps of an epoch may be done: stopped while it was evaluated.
+        first_epoch=state.epoch + state.step // steps,
+        audit=begin_audit(session, folder.path) if args.audit else None,
+        ledger=begin_ledger(session, folder.path) if world.is_main else None,
+        began=(state.epoch, state.step),
     )
-    addons.begin(training)
-    training.show_status("starting")
+    if state.comm is not None:
+        state.comm.start_at(state.epoch, state.step, steps)
+    if args.profile and world.is_main:
+        from utils.run import profiling
+
+        profiling.start(folder.path, state.optimizer)
+    if args.spot_notice and world.local_rank == 0:  # any of the nodes may be reclaimed
+        spot.poll(args.spot_notice, training.stop)
+    training.status.show("starting")
+    progress.main.position = lambda: (state.epoch, state.step)
+    # A run whose time is used up trains no further step each time it is started again.
+    is_over = broadcast_from_rank0(training.stop.is_time_over, world)
+    if state.resumed and is_over:
+        training.stop.reason = Reason.TRAIN_TIME
     state.tick()
     return training
+
+
+def begin_audit(session: Session, folder: Path) -> audit.Log:
+    """``--audit``: open the log in ``folder``; rank 0 writes it."""
+    world, state, sampler = session.world, session.state, session.train.sampler
+    path = folder / audit.FILE if world.is_main else None
+    accum, shards = sampler.accum, world.data_parallel_size
+    setup = audit.Setup(sampler.images, sampler.seed, sampler.global_batch, shards, accum)
+    return audit.Log(path, setup, state.epoch, state.step)
+
+
+def begin_ledger(session: Session, folder: Path) -> ledger.Ledger:
+    """The ledger of a run, with those of its earlier starts."""
+    world = session.world
+    gpus = report.gpu_count(session) if world.device.type == "cuda" else 0
+    return ledger.Ledger(folder / ledger.FILE, ledger.Entry(world.nodes, gpus))
 
 
 def has_next_epoch(session: Training) -> bool:
@@ -99,6 +149,7 @@ def has_next_epoch(session: Training) -> bool:
     return session.stop.reason is None
 
 
+@during("closing an epoch")
 def close_epoch(
     session: Training, trained: dict[str, float] | None, evaluated: dict[str, float] | None
 ) -> None:
@@ -116,12 +167,20 @@ def close_epoch(
         return
     seconds, is_first = state.elapsed - state.epoch_began, state.epoch == session.first_epoch
     is_best = add_to_history(state, {**trained, **evaluated, "Seconds": seconds}, args.best_by)
-    session.run.epoch(state.history[-1], report.time_left(args, state))
-    if is_first:
-        addons.advise(session, trained)
+    best = {f"Best/{x}": state.best[x.lower()] for x in report.METRICS if x.lower() in state.best}
+    session.run.epoch(state.history[-1] | best, report.time_left(args, state))
+    if is_first and broadcast_from_rank0(
+        lambda: advice.is_enough(session.monitor.total), session.world
+    ):
+        advice.bottleneck(session, trained)
+        if session.world.size > 1 and not state.sharded:
+            times = session.monitor.of_ranks
+            if why := slowdown.explain(times, slowdown.time_exchange(session)):
+                log.info(f"note: {why}")
     save_snapshot(session, is_best)
+    session.write_ledger()
     top1 = max(evaluated["Top1/val"], evaluated.get("Top1/ema", 0.0))
-    if args.desired_acc is not None and top1 >= args.desired_acc:
+    if args.target_top1 is not None and top1 >= args.target_top1:
         stop.ask(Reason.DESIRED_ACC)
 
 
@@ -148,6 +207,7 @@ def add_to_history(state: TrainState, record: dict[str, float], best_by: str) ->
     return is_best
 
 
+@during("ending the run")
 def end(session: Training, predict: Predict) -> int:
     """Wait for the last snapshot, evaluate DATA/test if there is one, write the summary.
 
@@ -156,15 +216,16 @@ def end(session: Training, predict: Predict) -> int:
     waits for the other ranks, so do not call it after any other exception.
     """
     run, stop, writer = session.run, session.stop, session.snapshots
-    failure = broadcast_from_rank0(writer and writer.wait, session.world)
+    failure = broadcast_from_rank0(lambda: writer.wait() if writer else None, session.world)
     if stop.error is not None:
         run.close()
         raise stop.error
     reason, test = stop.end_training(), None
-    if session.loaders.test and reason is not Reason.INTERRUPTED:
-        test = test_best(session, predict)
+    if session.loaders.test is not None and reason is not Reason.INTERRUPTED:
+        test = test_best(session, predict, session.loaders.test)
     stop.reason = stop.reason or reason
-    session.watch.close()
+    session.monitor.close()
+    session.write_ledger()
     report.end(session, stop.reason, test=test, pauses=writer.pauses if writer else ())
     stop.close()
     if failure:

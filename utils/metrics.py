@@ -6,9 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from utils.world import World
-
-UNREADABLE = -1  # target of an image that could not be read; metrics ignore it
+from utils.data.samplers import UNREADABLE
+from utils.start.world import World
 
 
 class Sums:

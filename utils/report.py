@@ -2,36 +2,49 @@
 
 import logging
 import shlex
+import time
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from utils import addons, errors, optim, samplers
-from utils.provenance import over_epochs
-from utils.session import Session
-from utils.snapshots import TrainState
-from utils.stopping import WHY, Reason
-from utils.world import KERNELS
+from utils import advice
+from utils.comparison import closing, describe
+from utils.data import progressive, samplers
+from utils.model import amp, flops, fsdp, optim
+from utils.model.compress import ring_bytes
+from utils.monitor import PARTS, tensor_peak
+from utils.run import recipes
+from utils.run.console import loss_text
+from utils.run.snapshots import TrainState
+from utils.run.stopping import WHY, Reason
+from utils.session import Session, Training
+from utils.start import errors
+from utils.start.option_types import Options
+from utils.start.typical import over_epochs
+from utils.start.world import KERNELS
 
 log = logging.getLogger(__name__)
 
 METRICS = ("Top1", "Top5", "Loss")
-PARTS = ("data", "compute", "communication")  # of a step, see `utils.extras.watch`
 
 
-def start(session: Session) -> None:
-    """Print the set-up of the training: processes, global batch, steps, learning rate."""
+def start(session: Session, folder: Path) -> None:
+    """Print the set-up of the training in ``folder``: processes, steps, learning rate."""
     args, world, state, run = session.args, session.world, session.state, session.run
-    sampler, global_batch, val = session.train.sampler, session.global_batch, session.loaders.val
+    sampler, global_batch, val = session.train.sampler, session.global_batch, session.val
     log.info(
         f"{args.arch}; processes: {world.size}, nodes: {world.nodes}, device: {world.device.type}; "
-        f"run directory {run.folder}"
+        f"run directory {folder}"
     )
-    factors = f"{args.batch_size} per process x {world.slices}"
-    factors += f" x {args.accum_steps} accumulation steps" * (args.accum_steps > 1)
-    if samplers.global_batch(args.batch_size, world.slices, args.accum_steps) > global_batch:
+    processes = world.data_parallel_size
+    factors = f"{args.batch_size} per process x {processes}"
+    if args.global_batch:
+        factors = f"at most {sampler.largest} per process and micro-batch x {processes}"
+    factors += f" x {sampler.accum} accumulation steps" * (sampler.accum > 1)
+    if samplers.step_shape(args, processes)[0] > global_batch:
         factors += "; the whole data set is one step"
     log.info(
         f"{sampler.images} images in {len(session.loaders.classes)} classes: "
@@ -39,7 +52,7 @@ def start(session: Session) -> None:
         f"evaluation on {val.sampler.images}"
     )
     if sampler.sizes:
-        sizes = addons.extra("progressive").describe(sampler.sizes)
+        sizes = progressive.describe(sampler.sizes)
         log.info(f"training images of {sizes}; evaluation at {val.dataset.size}")
     if world.device.type == "cuda":
         log.info(KERNELS)
@@ -53,24 +66,32 @@ def start(session: Session) -> None:
         if scaled > 1.5 * args.lr and not args.warmup_epochs:
             log.info("note: a scaled-up learning rate usually needs --warmup-epochs 5")
     if args.recipe:
-        words = shlex.join(addons.extra("recipes").read(args.recipe))
+        words = shlex.join(recipes.read(args.recipe))
         log.info(f"recipe {args.recipe}: {words} (options on the command line take precedence)")
-    for warning in addons.batch_warnings(args, global_batch, scaled):
+    warnings = advice.batch_warnings(args, global_batch, scaled)
+    warnings += advice.rate_warnings(args, state.model, global_batch, scaled)
+    for warning in warnings if world.is_main else ():
         log.warning(warning)
     if state.resumed:
         done = f" (all {args.epochs} epochs are done)" if state.epoch >= args.epochs else ""
         log.info(f"resumed from {run.source}: epoch {state.epoch + 1}, step {state.step}{done}")
+    elif args.resume == "auto":
+        log.info(
+            "--resume auto: this run has no snapshot yet, so training starts at the first step"
+        )
+    if state.epoch < args.epochs:
+        log.info("training begins; the first steps take longer")
 
 
 def sharding(session: Session) -> None:
     """Print how a sharded model is sharded."""
     if session.state.sharded:
-        log.info(addons.extra("fsdp").describe(session.state.model, session.args.reshard))
+        log.info(fsdp.describe(session.state.model, session.args.reshard))
 
 
 def setting(session: Session) -> dict[str, Any]:
-    """Facts about a run, for the event file, summary.json and ``--dummy``."""
-    world, comm = session.world, getattr(session.args, "comm", None)  # only DDP has it
+    """Facts about a run, for the event file, summary.json and the benches."""
+    world, comm = session.world, session.args.comm
     return {
         "arch": session.args.arch,
         "mode": session.run.mode,
@@ -80,16 +101,53 @@ def setting(session: Session) -> dict[str, Any]:
         "comm": "fp32" if comm and world.size == 1 else comm,
         "sent_mb_per_step": sent_mb(session),
         "device": world.device.type,
-        "tensor_peak_bytes": tensor_peak(session),
+        "tensor_peak_bytes": tensor_peak(world.device),
     }
 
 
-def ring_bytes(size: float, processes: int) -> float:
-    """Bytes that each of ``processes`` sends in a ring all-reduce of ``size`` bytes.
+def facts(session: Session) -> dict[str, Any]:
+    """Sizes, data and machine, which the event file and summary.json add to the options.
 
-    It sends all but its own part, once for the sums and once to distribute them.
+    On a CPU, ``gpus`` is the number of processes.
     """
-    return 2 * (processes - 1) / processes * size
+    args, world, sampler = session.args, session.world, session.train.sampler
+    gpus = gpu_count(session)
+    return setting(session) | {
+        "gpus": gpus,
+        "precision": args.opt_level or amp.NAMES[session.loaders.dtype],
+        "batch_per_gpu": session.global_batch / gpus,
+        "train_sizes": args.progressive or str(session.run.options["image_size"]),
+        "steps_per_epoch": sampler.steps_per_epoch,
+        "train_images": sampler.images,
+        "val_images": session.val.sampler.images,
+        "class_count": len(session.loaders.classes),
+        "data_id": session.train.bad.source.fingerprint(),
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        **describe(world.device),
+    }
+
+
+def gpu_count(session: Session) -> int:
+    """GPUs of the job; on a CPU, its processes."""
+    world = session.world
+    is_gpu_dp = world.device.type == "cuda" and session.run.mode == "dp"
+    return torch.cuda.device_count() if is_gpu_dp else world.size
+
+
+def used(session: Session, images_per_s: float | None) -> dict[str, float]:
+    """What the run has used: `Ledger.totals` and, on a GPU that is known, "mfu"."""
+    if not isinstance(session, Training) or session.ledger is None:
+        return {}
+    totals, device = session.ledger.totals(), session.world.device
+    if device.type == "cuda" and images_per_s and not session.state.sharded:
+        precision = session.args.opt_level or amp.NAMES[session.loaders.dtype]
+        is_float32 = precision in ("fp32", "off", "O0")
+        name = torch.cuda.get_device_name(device)
+        if peak := flops.peak(name, "fp32" if is_float32 else precision):
+            of_image = flops.of_image(session.state.model, session.train.blank())
+            gpus = gpu_count(session)
+            totals["mfu"] = flops.utilisation(of_image, images_per_s, gpus, peak)
+    return totals
 
 
 def sent_mb(session: Session) -> float:
@@ -98,22 +156,19 @@ def sent_mb(session: Session) -> float:
     if world.size == 1:
         return 0.0
     trained = [weight for weight in state.model.parameters() if weight.requires_grad]
-    sent = addons.sent_bytes(session, trained)
-    if sent is None:
+    if state.comm is not None:
+        sent = state.comm.sent_bytes(sum(weight.numel() for weight in trained))
+    elif state.sharded:
+        sent = fsdp.sent_bytes(trained, session.args, world, session.loaders.dtype)
+    else:
         sent = ring_bytes(sum(weight.nbytes for weight in trained), world.size)
     return sent / 1e6
-
-
-def tensor_peak(session: Session) -> float | None:
-    """Peak bytes of this process's tensors on its GPU."""
-    device = session.world.device
-    return float(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else None
 
 
 def evaluation(part: str, result: dict[str, float]) -> None:
     """Print the metrics of an evaluation of DATA/``part``."""
     log.info(
-        f"{part}: loss {result['Loss/val']:.4f}  top-1 {result['Top1/val']:.3f} %  "
+        f"{part}: loss {loss_text(result['Loss/val'])}  top-1 {result['Top1/val']:.3f} %  "
         f"top-5 {result['Top5/val']:.3f} %  ({result['images']:.0f} images)"
     )
 
@@ -140,6 +195,9 @@ def end(
 
     results = setting(session) | metrics("val", "val", last)
     results |= {f"best_{name}": best.get(name) for name in ("top1", "top5", "loss", "epoch")}
+    # best_loss is that of best.pt; with --best-by top1, another epoch may have a lower one.
+    losses = [x[tag] for x in state.history for tag in ("Loss/val", "Loss/ema") if tag in x]
+    results["lowest_val_loss"] = min(losses, default=None)
     results |= {f"{part}_s": mean.get(f"Time/{part}") for part in PARTS}
     results |= {
         "classes": len(session.loaders.classes),
@@ -154,29 +212,33 @@ def end(
         "snapshot_pause_seconds": max(pauses, default=None),
         "hardware": {tag: mean[tag] for tag in tags if tag.startswith(("GPU/", "CPU/"))},
     }
-    if "ema" in state.parts:
+    totals = used(session, mean.get("Throughput/train"))
+    results |= totals
+    if state.ema is not None:
         results["best_weights"] = "ema" if best.get("ema") else "model"
         results |= metrics("val_ema", "ema", last)
     if test:
         run.scalars({f"{name}/test": test[f"{name}/val"] for name in METRICS}, state.epoch)
         results |= metrics("test", "val", test) | {"test_images": int(test["images"])}
-    run.finish(results)
+    run.finish(results, closing(success=reason is not Reason.INTERRUPTED))
     if reason is Reason.EVALUATED:
         return
     outcome = "no epoch finished"
     if best:
-        loss = f"loss {best['loss']:.4f}, " if by == "loss" else ""
+        loss = f"loss {loss_text(best['loss'])}, " if by == "loss" else ""
         averaged = ", averaged weights" if best.get("ema") else ""
         outcome = f"best {loss}top-1 {best['top1']:.2f} % (epoch {best['epoch']}{averaged})"
     if rate := mean.get("Throughput/train"):
         outcome += f", {rate:.1f} images/s"
+    if "energy_kwh" in totals:
+        outcome += f", {totals['energy_kwh']:.3g} kWh"
     why = WHY.get(reason, reason.value)
     if reason in (Reason.TRAIN_TIME, Reason.INTERRUPTED):
         why += errors.how_to_continue
     log.info(f"Training time {_duration(state.elapsed)}, {outcome}: {why}")
 
 
-def time_left(args: Any, state: TrainState) -> str:
+def time_left(args: Options, state: TrainState) -> str:
     """The remaining time as 1:02:03, from --epochs and --train-time; "" if there is none.
 
     It assumes the median duration of the epochs so far, evaluation included.

@@ -10,8 +10,8 @@ import tempfile
 import time
 from typing import Any
 
-from utils.errors import BAD_INPUT, INTERRUPTED, UserError
-from utils.launch import die_with_parent
+from utils.start.errors import BAD_INPUT, INTERRUPTED, UserError
+from utils.start.orphans import die_with_parent
 
 
 def run(commands: list[list[str]], seconds: float, advice: str = "", **options: Any) -> list[str]:

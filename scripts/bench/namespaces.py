@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from utils.errors import UserError
+from utils.start.errors import UserError
 
 
 class Namespaces:
@@ -41,6 +41,7 @@ class Namespaces:
             stderr=subprocess.PIPE,
             text=True,
         )
+        assert self.keeper.stdout is not None, "it is a pipe"
         if self.keeper.stdout.readline() != "ready\n":
             _, reason = self.keeper.communicate()
             raise UserError(f"namespaces are not allowed here: {reason.strip()}")

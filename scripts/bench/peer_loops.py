@@ -8,7 +8,7 @@
 host before backward. ``torchvision`` is torchvision's references/classification: cuDNN's benchmark
 mode, --amp with a GradScaler, blocking uploads; the step copies the numbers at its end. With --data
 they train an epoch, without evaluation. Without --data they repeat one batch, which stays on the
-device, and are timed in the same way as --dummy; the last line is JSON. Under torchrun both use
+device, and are timed as by time_step.py; the last line is JSON. Under torchrun both use
 DistributedDataParallel with its defaults.
 """
 
@@ -23,20 +23,20 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import torch
 import torch.distributed as dist
+from bench import steps
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchvision import datasets
 from torchvision.transforms import v2
 
-from utils import models
-from utils.extras import dummy
-from utils.option_types import positive
-from utils.preprocessing import MEAN, STD
-from utils.world import World
+from utils.data.preprocessing import MEAN, STD
+from utils.model import models
+from utils.start.option_types import positive
+from utils.start.world import World
 
 PRECISIONS = {"off": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -64,7 +64,8 @@ def main() -> None:
     device = torch.device(f"cuda:{local}" if cuda else "cpu")
     classes = len(os.listdir(args.data / "train")) if args.data else 1000
     layout = torch.channels_last if args.channels_last else torch.contiguous_format
-    model = models.create(args.arch, classes, args.image_size).to(device, memory_format=layout)
+    model = models.create(args.arch, classes, args.image_size)
+    model = model.to(memory_format=layout).to(device)
     if "RANK" in os.environ:
         dist.init_process_group("nccl" if cuda else "gloo")
         model = nn.parallel.DistributedDataParallel(model, device_ids=[local] if cuda else None)
@@ -109,10 +110,10 @@ def main() -> None:
     else:
         control = dist.new_group(backend="gloo") if size > 1 else None
         world = World(device, rank, size, rank, size, 1, control)
-        images, targets = dummy.random_batch(args.batch_size, args.image_size, world)
+        images, targets = steps.random_batch(args.batch_size, args.image_size, world)
         batch = images.to(memory_format=layout), targets
-        warm_up, timed = dummy.WARMUP_STEPS, dummy.TIMED_STEPS
-        figures = dummy.time_steps(lambda: train([batch]), world, warm_up, timed)
+        warm_up, timed = steps.WARMUP_STEPS, steps.TIMED_STEPS
+        figures = steps.time_steps(lambda: train([batch]), world, warm_up, timed)
         figures["images_per_s"] = 1000 * size * args.batch_size / figures["ms_per_step"]
         if rank == 0:
             print(json.dumps(figures), flush=True)
@@ -122,9 +123,9 @@ def main() -> None:
 
 def loader(args: argparse.Namespace) -> DataLoader:
     """Build the usual loader of a folder of training images."""
-    steps = [v2.RandomResizedCrop(args.image_size), v2.RandomHorizontalFlip(), v2.PILToTensor()]
-    steps += [v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
-    images = datasets.ImageFolder(args.data / "train", v2.Compose(steps))
+    crops = [v2.RandomResizedCrop(args.image_size), v2.RandomHorizontalFlip(), v2.PILToTensor()]
+    crops += [v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
+    images = datasets.ImageFolder(args.data / "train", v2.Compose(crops))
     options = {"num_workers": args.workers, "pin_memory": torch.cuda.is_available()}
     return DataLoader(images, args.batch_size, shuffle=True, **options)
 

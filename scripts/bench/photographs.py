@@ -47,9 +47,9 @@ def make(cache: Path, photographs: list[Path], images: int, seed: int = 0) -> Pa
         file.parent.mkdir(parents=True, exist_ok=True)
         draw = random.Random(seed << 32 | number)
         photograph, shape = draw.choice(opened), draw.choice(SHAPES)
-        # Take the most detailed of several views: wallpapers have more sky and blur than ImageNet.
-        views = [_view(photograph, shape, draw) for _ in range(CANDIDATES)]
-        image = max(views, key=lambda view: len(_jpeg(view, 75)))
+        # Take the most detailed of several crops: wallpapers have more sky and blur than ImageNet.
+        crops = [_crop(photograph, shape, draw) for _ in range(CANDIDATES)]
+        image = max(crops, key=lambda crop: len(_jpeg(crop, 75)))
         target_bytes = draw.uniform(*KILOBYTES) * 1000
         for quality in (75, 85, 90, 93, 95, 96, 97, 98):
             data = _jpeg(image, quality)
@@ -61,13 +61,15 @@ def make(cache: Path, photographs: list[Path], images: int, seed: int = 0) -> Pa
     return root
 
 
-def _view(photograph: Image.Image, shape: tuple[int, int], draw: random.Random) -> Image.Image:
+def _crop(photograph: Image.Image, shape: tuple[int, int], draw: random.Random) -> Image.Image:
     largest = min(photograph.width / shape[0], photograph.height / shape[1])
     zoom = min(largest, draw.uniform(1.0, 5.0))
     width, height = int(shape[0] * zoom), int(shape[1] * zoom)
     left = draw.randint(0, photograph.width - width)
     top = draw.randint(0, photograph.height - height)
-    return photograph.resize(shape, Image.BICUBIC, (left, top, left + width, top + height))
+    return photograph.resize(
+        shape, Image.Resampling.BICUBIC, (left, top, left + width, top + height)
+    )
 
 
 def _jpeg(image: Image.Image, quality: int) -> bytes:

@@ -6,6 +6,7 @@ by one. With 0 workers one thread of this process makes them.
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
@@ -16,12 +17,12 @@ from torchvision.datasets.folder import pil_loader
 from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms import v2
 
-from utils import addons
-from utils.folder import Source
-from utils.images import ImageBatches, random_box
-from utils.loaders import RingLoader
-from utils.preprocessing import MEAN, STD
-from utils.samplers import Batch
+from utils.data import region_decode
+from utils.data.images import ImageBatches, random_box
+from utils.data.preprocessing import MEAN, STD
+from utils.data.ring import RingLoader
+from utils.data.samplers import Batch
+from utils.data.sources import Source
 
 SIZE = 224
 Pipeline = Callable[[list[Batch], int], Iterator[Any]]
@@ -30,8 +31,6 @@ Pipeline = Callable[[list[Batch], int], Iterator[Any]]
 def all_of(source: Source) -> dict[str, Pipeline]:
     """Return the pipelines of this suite and of installed packages; ratios refer to the first."""
     suite: dict[str, Pipeline] = {"this suite": this_suite(source)}
-    if source.stores_pixels:  # the others read image files
-        return suite
     peers = {"pytorch/examples": examples(source), "torchvision v2": torchvision_v2(source)}
     if find_spec("timm"):
         peers["timm"] = timm(source)
@@ -39,31 +38,40 @@ def all_of(source: Source) -> dict[str, Pipeline]:
         peers["DALI on the CPU"] = dali(source)
     if has_spdl():
         peers["SPDL"] = partial(spdl, source)
-    if addons.region_decoder():
+    if region_decode.has_library():
         suite["this suite, with region decode"] = this_suite(source, regions=True)
-    whole = ImageBatches(source, SIZE, 0, train=True, regions=None)
+    whole = ImageBatches(source, SIZE, 0, train=True, regions=False)
     suite["this suite, without its ring"] = data_loader(whole)
     return peers | suite
 
 
+@dataclass
+class Requests:
+    """A sampler of these batches."""
+
+    batches: list[Batch]
+
+    @property
+    def largest(self) -> int:
+        return max(len(batch.indices) for batch in self.batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.batches)
+
+
 def this_suite(source: Source, regions: bool = False) -> Pipeline:
     """This suite's input path, up to the slots of its ring buffer."""
-
-    class Sampler(list):  # of batches
-        largest = property(lambda self: max(len(batch.indices) for batch in self))
-
-    decoder = addons.region_decoder() if regions else None
-    dataset = ImageBatches(source, SIZE, 0, train=True, regions=decoder)
-
-    return lambda batches, workers: iter(RingLoader(dataset, Sampler(batches), workers))
+    dataset = ImageBatches(source, SIZE, 0, train=True, regions=regions)
+    return lambda batches, workers: iter(RingLoader(dataset, Requests(batches), workers))
 
 
 def data_loader(dataset: Dataset) -> Pipeline:
     """torch's DataLoader, which passes batches on in shared memory."""
 
     def batches_of(batches: list[Batch], workers: int) -> Iterator[Any]:
-        options = {"num_workers": workers, "collate_fn": _as_is}
-        return iter(DataLoader(dataset, batch_sampler=batches, **options))
+        requests: list[Any] = [*batches]  # not lists of indices: they go to __getitems__
+        loader = DataLoader(dataset, batch_sampler=requests, num_workers=workers, collate_fn=_as_is)
+        return iter(loader)
 
     return batches_of
 
@@ -164,10 +172,12 @@ def spdl(source: Source, batches: list[Batch], workers: int) -> Iterator[Any]:
     import spdl.io as io
     from spdl.pipeline import PipelineBuilder
 
+    draw = random.Random()
+
     def frame(image: int) -> Any:
         packets = io.demux_image(source.path(image))
-        top, left, height, width = random_box(random, packets.height, packets.width)
-        flip = "hflip," if random.random() < 0.5 else ""
+        top, left, height, width = random_box(draw, packets.height, packets.width)
+        flip = "hflip," if draw.random() < 0.5 else ""
         steps = f"crop={width}:{height}:{left}:{top}:exact=1,scale={SIZE}:{SIZE}:flags=bilinear"
         return io.decode_packets(packets, filter_desc=f"{steps},{flip}format=rgb24")
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from compare.table import NONE, markdown_table
 
-from utils.errors import UserError
+from utils.start.errors import UserError
 
 Case = TypeVar("Case")
 Figures = dict[str, Any]

@@ -17,20 +17,21 @@ from contextlib import nullcontext
 from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import torch
 import torch.distributed as dist
-from bench import rounds
-from forecast import buckets
+from bench import gradients as arrival
+from bench import rounds, steps
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from utils import addons
-from utils.extras import dummy
-from utils.world import World
+from utils.model import compress
+from utils.start.option_types import Options
+from utils.start.world import World
 
 FORWARD = 1 / 3  # fraction of a step's compute: one product per layer, while backward has two
 ALONE = "alone"  # steps without an exchange
@@ -66,7 +67,7 @@ class SleepingModel(nn.Module):
     def forward(self, number: Tensor) -> Tensor:
         self.sleep(FORWARD * self.compute_s)
         for layer, seconds in list(zip(self.layers, self.sleeps, strict=True))[::-1]:
-            number = _Layer.apply(number, self, seconds, *layer)
+            number = _Layer.apply(number, self, seconds, *layer.parameters())
         return number
 
 
@@ -74,16 +75,18 @@ class _Layer(torch.autograd.Function):
     """Passes a number on; backward sleeps, then returns gradients for the layer's parameters."""
 
     @staticmethod
-    def forward(ctx, number: Tensor, model: SleepingModel, seconds: float, *parameters: Tensor):
+    def forward(
+        ctx: Any, number: Tensor, model: SleepingModel, seconds: float, *parameters: Tensor
+    ) -> Tensor:
         ctx.model, ctx.seconds = model, seconds
         ctx.shapes = [parameter.shape for parameter in parameters]
         return number.clone()
 
     @staticmethod
-    def backward(ctx, gradient: Tensor):
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         ctx.model.sleep(ctx.seconds)
         values = ctx.model.values
-        return gradient, None, None, *(values[: s.numel()].view(s) for s in ctx.shapes)
+        return gradients[0], None, None, *(values[: s.numel()].view(s) for s in ctx.shapes)
 
 
 def shrink_shape(shape: Shape, times: float) -> Shape:
@@ -105,18 +108,19 @@ def main() -> None:
     world = World(torch.device("cpu"), rank, nodes, 0, 1, nodes, control)
     gradients = [
         (ready, shrink_shape(shape, order.shrink))
-        for ready, shape in buckets.gradients(order.arch, order.classes)
+        for ready, shape in arrival.gradients(order.arch, order.classes)
     ]
-    caps = {"bucket_cap_mb_list": [x / order.shrink / 2**20 for x in buckets.LIMITS]}
+    caps: dict[str, Any] = {}
+    if order.shrink > 1:
+        caps = {"bucket_cap_mb_list": [x / order.shrink / 2**20 for x in arrival.LIMITS]}
 
     def training(method: str) -> DistributedDataParallel:
         model = SleepingModel(gradients, order.compute_s * order.slow_down)
-        options = {"init_sync": False, "gradient_as_bucket_view": True}
-        replica = DistributedDataParallel(model, **options, **(caps if order.shrink > 1 else {}))
-        how = Namespace(comm="fp32" if method == ALONE else method, seed=0)
-        exchange = addons.exchange(replica, how, world, None)
-        if exchange is not None:
-            exchange.start_at(1, 0, 1, 2)  # PowerSGD compresses from the first step on
+        replica = DistributedDataParallel(
+            model, init_sync=False, gradient_as_bucket_view=True, **caps
+        )
+        how = Options(comm="fp32" if method == ALONE else method, seed=0)
+        compress.exchange(replica, how, world)
         return replica
 
     trainings = {method: training(method) for method in (ALONE, *order.methods)}
@@ -130,7 +134,7 @@ def main() -> None:
                 replica(torch.zeros((), requires_grad=True)).backward()
             replica.zero_grad()
 
-        figures = dummy.time_steps(step, world, 1, 1)
+        figures = steps.time_steps(step, world, 1, 1)
         ms = figures["ms_per_step"] / order.slow_down
         sent = figures["network_mb_per_step"] * order.shrink
         rate = 1000 * order.batch * nodes / ms

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from compare import summary
-from compare.runs import RATE, STEP_TIME, Run, ratio
+from compare.runs import RATE, STEP_LOSS, STEP_TIME, Run, ratio
 from compare.table import NONE, duration, escape_markdown, fence, markdown_table, number, share
 from compare.table import text_table as plain_table
 
@@ -22,6 +22,15 @@ METRICS = {  # tag: title, form of a value
     "Top5": ("top-5, %", "{:.2f}"),
     "Loss": ("loss", "{:.4f}"),
 }
+MANY = 6  # runs; more of them are the rows of a table, not its columns
+MAIN = {  # row: short title
+    "gpus": "GPUs", "global_batch": "batch", "images_per_s": "images/s",
+    "scaling_efficiency": "efficiency", "common_top1": "", "target_h": "",
+    "best_top1": "best top-1", "epochs": "epochs", "hours": "time", "speed_up": "speed-up",
+    "step_loss": "loss by steps",
+    "arch": "arch", "mode": "mode", "lr": "lr", "state": "state",
+}  # fmt: skip
+SET_UP = ("gpus", "global_batch", "arch", "mode", "lr", "state")  # left out where all are equal
 MACHINE = ("gpu", "driver", "cpu", "torch")
 
 
@@ -52,7 +61,20 @@ class Comparison:
         self.runs, self.price = runs, price
         summary.find_bases(runs)
         self.bases = list(dict.fromkeys(run.base for run in runs if run.base))
-        self.within = min(run.total_hours for run in runs) if within is None else within
+        self.workers = summary.workers(runs)
+        # Common charts and pictures have only runs that can be compared.
+        self.shown = [
+            run for run in runs if not summary.differ(run, self.first, summary.MUST_AGREE)
+        ]
+        finished = [run.total_hours for run in runs if run.total_hours is not None]
+        # With one number of GPUs, a faster run has no efficiency above 100 %.
+        self.scales = len({run.facts.get("gpus") for run in runs if run.base} - {None}) > 1
+        self.within = min(finished, default=0.0) if within is None else within
+        # After so many epochs the accuracies of all runs are known.
+        known = [run for run in self.shown if run.epochs and run.points("Top1/val")]
+        self.common = min((run.epochs or 0 for run in known), default=0)
+        ends = [max(run.points(STEP_LOSS), default=0) for run in self.shown]
+        self.common_step = min(ends) if any(not run.epochs for run in self.shown) else 0
         tops = [top for run in runs if (top := run.best("Top1/val")[0]) is not None]
         self.target = float(math.floor(min(tops))) if target is None and tops else target
         self.groups: dict[str, list[Row]] = {}
@@ -68,21 +90,46 @@ class Comparison:
         self.sentences = summary.sentences(runs, self.target)
         self.notes = summary.notes(runs)
 
+    @property
+    def first(self) -> Run:
+        """The first base, or without any, the first run."""
+        return (self.bases or self.runs)[0]
+
     def _lines(self) -> Iterator[list[str]]:
         """Yield the lines of the table. A line with dashes and a title begins each group."""
         for group, rows in self.groups.items():
             yield [f"--- {group}", *[""] * len(self.runs)]
             yield from ([row.title, *self.cells[row.key]] for row in rows)
 
-    def as_text(self) -> str:
-        """Format one column per run. Long labels follow below, with the path of each run."""
+    def as_text(self, width: int = 100) -> str:
+        """Format one column per run, or where that is too wide, one row per run with the main
+        values. Long labels follow below, with the path of each run."""
         labels = [run.label for run in self.runs]
         heads, named = labels, labels
         if max(map(len, labels)) > 20:
             heads = [f"({i})" for i, _ in enumerate(labels, 1)]
             named = [f"{head} {label}" for head, label in zip(heads, labels, strict=True)]
         paths = [f"{name}: {run.path}" for name, run in zip(named, self.runs, strict=True)]
-        return "\n".join([plain_table(["", *heads], [*self._lines()]), "", *paths])
+        text = plain_table(["", *heads], [*self._lines()])
+        if len(self.runs) > MANY or len(text.splitlines()[0]) > max(width, 60):
+            head, rows = self.by_runs()
+            rows = [[name, *cells] for name, (_, *cells) in zip(heads, rows, strict=True)]
+            while len(head) > 2 and len(plain_table(head, rows).splitlines()[0]) > width:
+                head, rows = head[:-1], [row[:-1] for row in rows]
+            text = plain_table(head, rows)
+        return "\n".join([text, "", *paths])
+
+    def by_runs(self) -> tuple[list[str], list[list[str]]]:
+        """The main values as a table with a row for each run: head and rows."""
+        keys = [key for key in MAIN if key in self.cells]
+        keys = [key for key in keys if key not in SET_UP or len(set(self.cells[key])) > 1]
+        head = ["run", *(MAIN[key] for key in keys)]
+        if "common_top1" in keys:
+            head[1 + keys.index("common_top1")] = f"top-1 at {self.common}"
+        if "target_h" in keys:
+            head[1 + keys.index("target_h")] = f"to {self.target:g} %"
+        columns = zip(*(self.cells[key] for key in keys), strict=True)
+        return head, [[run.label, *cells] for run, cells in zip(self.runs, columns, strict=True)]
 
     def as_markdown(self) -> str:
         rows = [[title.strip(), *cells] for title, *cells in self._lines()]
@@ -137,11 +184,18 @@ def _rows(comparison: Comparison) -> dict[str, list[Row]]:
     """Return all rows, by the titles of their groups."""
     target, price, within = comparison.target, comparison.price, comparison.within
     to = f" to {comparison.bases[0].label}" if len(comparison.bases) == 1 else ""
+    each = "process" if comparison.workers == "processes" else "GPU"
+    common, step = comparison.common, comparison.common_step
     goal = f"top-1 of {target or 0:g} %"
 
     def cost(run: Run, hours: float | None) -> float | None:
         nodes = run.facts.get("nodes")
         return hours * nodes * price if price and hours and nodes else None
+
+    def whole_cost(run: Run) -> float | None:
+        """That of all starts, if the run has ended and says how long they took."""
+        hours = run.facts.get("node_hours")
+        return hours * price if price and hours else cost(run, run.total_hours)
 
     def best(tag: str) -> list[Row]:
         (title, form), key, val = METRICS[tag], f"best_{tag.lower()}", f"{tag}/val"
@@ -155,33 +209,42 @@ def _rows(comparison: Comparison) -> dict[str, list[Row]]:
 
     return {
         "set-up": [
-            Row("nodes", "nodes"), Row("GPUs (processes)", "gpus"), Row("arch", "arch"),
+            Row("nodes", "nodes"), Row(comparison.workers, "gpus"), Row("arch", "arch"),
             Row("mode", "mode"), Row("recipe", "recipe"),
             Row("training image sizes", "progressive"),
             Row("learning rate (highest)", "lr", lambda run: run.highest("Lr")),
-            Row("batch per GPU", "batch_per_gpu"), Row("global batch", "global_batch"),
+            Row(f"batch per {each}", "batch_per_gpu"), Row("global batch", "global_batch"),
             Row("steps per epoch", "steps_per_epoch"), Row("state", "state", lambda run: run.state),
         ],
         "speed": [
             Row("images/s", "images_per_s", lambda run: run.usual(RATE)),
-            Row("images/s per GPU", "images_per_s_per_gpu",
+            Row(f"images/s per {each}", "images_per_s_per_gpu",
                 lambda run: ratio(run.usual(RATE), run.facts.get("gpus"))),
             Row(f"speed-up{to}", "speed_up", lambda run: run.speed_up, "{:.2f}".format),
-            Row("scaling efficiency", "scaling_efficiency", lambda run: run.efficiency, share),
+            Row("scaling efficiency", "scaling_efficiency",
+                lambda run: run.efficiency if comparison.scales else None, share),
+            Row(f"  top-1 after epoch {common}, %", "common_top1",
+                lambda run: run.points("Top1/val").get(common), "{:.2f}".format),
+            Row(f"  time to {goal}", "target_h", lambda run: run.hours.get(run.reached(target)),
+                duration),
+            Row(f"training loss after {step / 1000:.2f} epochs", "step_loss",
+                lambda run: run.loss_at(step) if step else None, "{:.4f}".format),
             Row("time per step, ms", "step_ms", lambda run: ratio(run.usual(STEP_TIME), 0.001)),
         ],
         "time": [
             Row("time per epoch", "epoch_h", lambda run: ratio(run.epoch_seconds, 3600), duration),
-            Row("epochs finished", "epochs", lambda run: run.epochs),
+            Row("epochs finished", "epochs",
+                lambda run: run.epochs or f"{run.position:.2f} (no whole one)"),
             Row(f"epochs in {duration(within)}", "epochs_within",
                 lambda run: run.done_within(within)),
             Row("total time", "hours", lambda run: run.total_hours, duration),
-            Row(f"time to {goal}", "target_h", lambda run: run.hours.get(run.reached(target)),
-                duration),
-            Row("  epochs needed", "target_epochs", lambda run: run.reached(target)),
+            Row(f"epochs to {goal}", "target_epochs", lambda run: run.reached(target)),
             Row(f"cost to {goal}", "target_cost",
                 lambda run: cost(run, run.hours.get(run.reached(target)))),
-            Row("cost of the whole run", "cost", lambda run: cost(run, run.total_hours)),
+            Row("cost of the whole run", "cost", whole_cost),
+            Row("GPU-hours, all starts", "gpu_hours"), Row("energy, kWh", "energy_kwh"),
+            Row("images per joule", "images_per_joule"),
+            Row("model FLOPs utilisation", "mfu", lambda run: run.facts.get("mfu"), share),
         ],
         "accuracy": [
             *best("Top1"), *best("Top5"), *best("Loss"),

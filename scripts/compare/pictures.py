@@ -5,25 +5,29 @@ import textwrap
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from compare import page, palette
 from compare.comparison import Comparison
 from compare.page import Chart
-from compare.runs import RATE, ratio
+from compare.runs import RATE, Run, ratio
 from compare.table import NONE
 
-# From pale to dark: runs also differ in grey, and a later curve is visible on an earlier one.
-COLOURS = "#f0b030", "#5cb4e4", "#e8743c", "#38a07c", "#b44c90", "#2c66b0", "#8c1c28", "#15182c"
-DASHES: tuple[Any, ...] = "-", (0, (4, 1.2)), (0, (1.2, 0.9)), (0, (6, 1.2, 1.2, 1.2))
-MARKERS = "osD^vP<X"
-INK, GRID = "#1a1c1e", "#dcdddf"
+if TYPE_CHECKING:
+    from matplotlib.typing import RcKeyType
+
+DASHES: dict[str, str] = dict(
+    zip(palette.DASHES, ("-", "--", ":"), strict=True)
+)  # matplotlib's names
+INK, GRID, SOFT = "#1a1c1e", "#dcdddf", page.SOFT
 LOGARITHMIC = 5  # runs whose hours differ by more than this factor get a logarithmic axis
-MATPLOTLIB = {
+DECADES = 50  # values that differ by more than this factor get a logarithmic axis
+MATPLOTLIB: "dict[RcKeyType, Any]" = {
     "font.size": 13, "axes.titlesize": 14, "axes.titleweight": "bold", "axes.titlelocation": "left",
     "axes.titlepad": 12, "axes.spines.top": False, "axes.spines.right": False,
     "axes.axisbelow": True, "axes.edgecolor": INK, "axes.labelcolor": INK, "text.color": INK,
     "xtick.color": INK, "ytick.color": INK, "xtick.major.size": 0, "ytick.major.size": 0,
-    "grid.color": GRID, "legend.frameon": False, "legend.handlelength": 3.5, "savefig.dpi": 144,
+    "grid.color": GRID, "legend.frameon": False, "legend.handlelength": 2, "savefig.dpi": 144,
     "svg.fonttype": "none", "svg.hashsalt": "compare_runs",  # equal pictures give equal files
     "text.parse_math": False,  # a label may contain $
 }  # fmt: skip
@@ -45,6 +49,8 @@ PANELS = CURVES | {
     "GPU/utilisation": ("GPU utilisation, mean of all GPUs", "%", 1),
     "GPU/memory_gb": ("GPU memory, fullest GPU", "GiB", 1),
     "CPU/utilisation": ("CPU utilisation, mean of all nodes", "%", 1),
+    "Step/loss": ("Loss, training, by steps", "nats", 1),
+    "Step/throughput": ("Throughput, by steps", "images/s, all processes", 1),
 }
 GROUPS = {  # pictures of several panels
     "IO": ("IO/wait_share", "IO/read_mb_s", "IO/files_s"),
@@ -60,11 +66,19 @@ BARS = {  # title, description, key of the row with the bars' lengths, rows writ
     ),
     "training_time": (
         "Training time",
-        "ms per step, median over epochs",
-        "step_ms",
-        {"step_ms": "{} ms", "epoch_h": "({} per epoch)"},
+        "time per epoch (median over epochs), and of all epochs",
+        "epoch_h",
+        {"epoch_h": "{}", "hours": "{} in all"},
     ),
 }
+DRAWINGS = (  # of the page: heading, whether it is folded, panels
+    ("Validation", False, ("Top1/val", "Loss/val")),
+    ("Speed and waiting", False, (RATE, "IO/wait_share")),
+    ("Loss by steps", False, ("Step/loss", "Step/throughput")),
+    ("Training, top-5", True, ("Top1/train", "Loss/train", "Top5/val", "Top5/train")),
+    ("Machine", True, ("GPU/utilisation", "GPU/memory_gb", "CPU/utilisation", "IO/read_mb_s",
+                       "IO/files_s")),
+)  # fmt: skip
 OVER = {"epochs": "epochs finished", "hours": "hours of training"}
 
 
@@ -115,21 +129,36 @@ def plan(comparison: Comparison) -> dict[str, Callable[[], Any]]:
     return plans | {name: partial(draw_bars, comparison, name) for name in BARS if name in bars}
 
 
-def charts(comparison: Comparison) -> list[tuple[str, Chart]]:
-    """List the page's diagrams, each with its key of `OVER`; "" shows it with both keys."""
-    known = [(over, curves(comparison, tag, over)) for tag in PANELS for over in OVER]
-    return [(over, chart) for over, chart in [("", scaling(comparison)), *known] if chart]
+def drawings(comparison: Comparison) -> list[tuple[str, bool, dict[str, Any]]]:
+    """List the page's drawings: heading, whether it is folded, and plotly's data."""
+    looks, found = palette.styles([run.label for run in comparison.shown]), []
+    for heading, is_folded, tags in DRAWINGS:
+        pairs = [tuple(curves(comparison, tag, over) for over in OVER) for tag in tags]
+        if panels := [(chart, over_time) for chart, over_time in pairs if chart]:
+            found.append((heading, is_folded, page.drawing(panels, looks)))
+    if chart := scaling(comparison):
+        found.append(("Scaling", True, page.drawing([(chart, None)], looks)))
+    return found
 
 
 # ---- the diagrams
 
 
 def curves(comparison: Comparison, tag: str, over: str) -> Chart | None:
-    """Make the diagram of a tag (of `PANELS`) over an axis (of `OVER`); None without points."""
+    """Make the diagram of a tag (of `PANELS`) over an axis (of `OVER`); None without points.
+
+    The curves by steps are made only if a run has not finished an epoch.
+    """
     (title, unit, factor), axis, hours, lines = PANELS[tag], OVER[over], over == "hours", []
-    for run in comparison.runs:
+    by_steps = tag.startswith("Step/")
+    if by_steps and (hours or all(run.epochs for run in comparison.shown)):
+        return None
+    for run in comparison.shown:
         at = run.hours if hours else {x: x for x in run.hours}
-        if points := [(at[x], factor * y) for x, y in run.points(tag).items() if x in at]:
+        points = [(at[x], factor * y) for x, y in run.points(tag).items() if x in at]
+        if by_steps:
+            points, axis = [(x / 1000, factor * y) for x, y in run.points(tag).items()], "epochs"
+        if points:
             lines.append((run.label, points))
     if not lines:
         return None
@@ -138,103 +167,142 @@ def curves(comparison: Comparison, tag: str, over: str) -> Chart | None:
     if hours and max(ends) < 1:
         axis = "minutes of training"
         lines = [(label, [(60 * x, y) for x, y in points]) for label, points in lines]
+    values = [y for _, points in lines for _, y in points]
+    zero = tag == RATE or tag.startswith(("IO/", "GPU/", "CPU/", "Step/throughput"))
+    spans = not zero and min(values) > 0 and max(values) > DECADES * min(values)
     return Chart(
         title,
         unit,
         axis + " (logarithmic)" * logarithmic,
         lines,
-        log="x" * logarithmic,
-        zero=tag == RATE or tag.startswith(("IO/", "GPU/", "CPU/")),
-        whole=not hours,
+        log="x" * logarithmic + "y" * spans,
+        zero=zero,
+        whole=not (hours or by_steps),
     )
 
 
 def scaling(comparison: Comparison) -> Chart | None:
-    """Make the diagram of images/s over GPUs; None if all runs have the same number of GPUs."""
+    """Make the diagram of images/s over GPUs; None if all runs have the same number of GPUs, or
+    differ in both the batch per GPU and the global batch."""
     lines, plain = [], []
     for base in comparison.bases:
-        known = [run for run in comparison.runs if run.base is base and run.efficiency]
+        known = {
+            run: (efficiency, rate)
+            for run in comparison.runs
+            if run.base is base and (efficiency := run.efficiency) and (rate := run.usual(RATE))
+        }
+        if not same_batches(known):
+            continue
         # Of several runs on the same number of GPUs, show the most efficient.
-        best = {run.facts["gpus"]: run for run in sorted(known, key=lambda run: run.efficiency)}
+        order = sorted(known, key=lambda run: known[run][0])
+        best = sorted({run.facts["gpus"]: known[run] for run in order}.items())
         more = f", relative to {base.label}" if len(comparison.bases) > 1 else ""
-        runs, perfect = sorted(best.items()), f"perfect{more}"
-        lines.append((f"measured{more}", [(n, run.usual(RATE)) for n, run in runs]))
-        lines.append((perfect, [(n, run.usual(RATE) / run.efficiency) for n, run in runs]))
+        perfect = f"perfect{more}"
+        lines.append((f"measured{more}", [(n, rate) for n, (_, rate) in best]))
+        lines.append((perfect, [(n, rate / efficiency) for n, (efficiency, rate) in best]))
         plain.append(perfect)
     ticks = sorted({x for _, points in lines for x, _ in points})
     if len(ticks) < 2:
         return None
-    what = "Scaling: measured and perfect", "images/s", "GPUs (processes)"
-    return Chart(*what, lines, log="xy", whole=True, ticks=ticks, plain=plain)
+    apart: list[float] = []  # ticks that do not touch each other
+    for tick in reversed(ticks):
+        if not apart or apart[-1] - tick > 0.045 * ticks[-1]:
+            apart.append(tick)
+    what = "Scaling", "images/s", comparison.workers
+    return Chart(*what, lines, zero=True, ticks=apart[::-1], plain=plain)
+
+
+def same_batches(runs: Collection[Run]) -> bool:
+    """Whether the recorded batches per GPU are equal, or the recorded global batches."""
+    sizes = [
+        {run.facts.get(key) for run in runs} - {None} for key in ("batch_per_gpu", "global_batch")
+    ]
+    return min(map(len, sizes)) <= 1
 
 
 # ---- pictures by matplotlib, for Markdown
 
 
-def style(i: int, runs: int) -> dict[str, Any]:
-    """Return the style of curve ``i`` of ``runs`` curves: from wide and pale below to thin and dark
-    on top, so that identical curves are all visible."""
-    depth = i / (runs - 1) if runs > 1 else 1.0
-    width = 5.0 - 3.0 * depth
-    kind = round(depth * (len(COLOURS) - 1)) if runs <= len(COLOURS) else i % len(COLOURS)
-    again = i // len(COLOURS)  # when colours repeat, line styles and markers differ
-    return {
-        "color": COLOURS[kind], "linestyle": DASHES[(i + again) % len(DASHES)], "linewidth": width,
-        "marker": MARKERS[(kind + 3 * again) % len(MARKERS)], "markersize": width + 5,
-        "markeredgecolor": "white", "solid_capstyle": "round",
-    }  # fmt: skip
-
-
 def draw_charts(charts: Sequence[Chart]) -> Any:
-    """Draw diagrams in a column (four in a square), with the names of the lines below them."""
+    """Draw diagrams in a column (four in a square). Up to eight lines are named at their ends, more
+    in a legend below."""
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+    plain = {name for chart in charts for name in chart.plain}
     order = list(dict.fromkeys(name for chart in charts for name, _ in chart.lines))
+    looks = palette.styles([name for name in order if name not in plain])
     rows, columns = (2, 2) if len(charts) == 4 else (len(charts), 1)
-    width = 8.4 if columns == 1 else 14.0  # inches
-    # Put as many names into a row as fit.
-    beside = max(1, min(len(order), int(width / (0.11 * max(map(len, order)) + 1.0))))
-    height = (3.6 if rows > 1 else 4.2) * rows + 0.28 * math.ceil(len(order) / beside)
-    figure = Figure(figsize=(width, height), layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.12, wspace=0.03)  # inches, share of a panel
+    longest = max(map(len, order))
+    at_ends = len(order) <= page.MOST_LABELS and (columns == 1 or longest <= page.LABEL)
+    # Inches. GitHub shows the square 800 pixels wide, and two single diagrams beside each other.
+    width = 7.0 if columns == 1 else 11.5
+    beside = max(1, min(len(order), int(width / (0.11 * longest + 0.8))))
+    height = (3.6 if rows == 1 else 2.8 if columns == 1 else 3.5) * rows
+    height += 0 if at_ends else 0.28 * math.ceil(len(order) / beside)
+    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.12, wspace=0.03)  # inches, share of a panel
+    figure = Figure(figsize=(width, height), layout=layout)
     handles: dict[str, Any] = {}
     for axes, chart in zip(figure.subplots(rows, columns, squeeze=False).flat, charts, strict=True):
         for label, points in chart.lines:
-            i, stride = order.index(label), math.ceil(len(points) / 8)
-            looks = style(i, len(order))
-            looks["markevery"] = (i * stride // len(order), stride)  # each run marks other epochs
-            if label in chart.plain:
-                looks = {"color": INK, "linestyle": "--"}
-            # No point is outside the limits. Without clipping, points at a limit are drawn whole.
-            (handles[label],) = axes.plot(*zip(*points, strict=True), clip_on=False, **looks)
+            few = 4 if len(points) <= 20 else 0
+            look = {"color": SOFT, "linestyle": "--", "linewidth": 1.3}
+            if label not in plain:
+                look = {"color": looks[label].colour, "linestyle": DASHES[looks[label].dash]}
+                look |= {
+                    "linewidth": 1.6,
+                    "marker": "o",
+                    "markersize": few + 3 * (few and len(points) == 1),
+                }
+            (handles[label],) = axes.plot(*zip(*points, strict=True), **look)
         _set_axes(axes, chart)
-    # matplotlib leaves labels that begin with "_" out of a legend, unless they are given as text.
-    texts = [textwrap.fill(label, int(width / 0.12)) for label in order]
-    lines = [handles[label] for label in order]
-    figure.legend(lines, texts, loc="outside lower center", ncols=beside)
+        if at_ends:
+            name_ends(axes, chart, {label: handles[label].get_color() for label, _ in chart.lines})
+    if not at_ends:
+        # matplotlib leaves out labels that begin with "_", unless they are given as text.
+        texts = [textwrap.fill(label, int(width / 0.12)) for label in order]
+        lines = [handles[label] for label in order]
+        figure.legend(lines, texts, loc="outside lower center", ncols=beside)
     return figure
+
+
+def name_ends(axes: Any, chart: Chart, colours: dict[str, str]) -> None:
+    """Write the name of each line beside its end."""
+    low, high = axes.get_ylim()
+    gap = 0.2 / (axes.figure.get_figheight() / axes.get_gridspec().nrows - 1.2)  # 0.2 inches
+    scale = math.log10 if axes.get_yscale() == "log" else float
+    low, high = scale(low), scale(high)
+    ends = [scale(points[-1][1]) for _, points in chart.lines]
+    places = [min(max((end - low) / (high - low), 0.0), 1.0) for end in ends]
+    for place, (label, _) in zip(palette.spread(places, gap), chart.lines, strict=True):
+        text = textwrap.shorten(label, 26, placeholder="…") or label[:26]
+        how = {"color": colours[label], "va": "center", "fontsize": 12}
+        axes.annotate(text, (1.015, place), xycoords="axes fraction", **how)
 
 
 def _set_axes(axes: Any, chart: Chart) -> None:
     axes.set(title=chart.title, ylabel=chart.unit, xlabel=chart.x)
     axes.grid(axis="y")
     axes.margins(x=0.02)
-    axes.locator_params(axis="y", nbins=7)
-    if chart.zero:
-        axes.set_ylim(bottom=0)
-    if "%" in chart.unit:
-        low, high = axes.get_ylim()
-        axes.set_ylim(max(low, 0), min(high, 100))
-    if chart.log:
+    if "x" in chart.log:
         axes.set_xscale("log", nonpositive="mask")
         round_ticks(axes.xaxis, chart.ticks)
-        if "y" in chart.log:
-            axes.set_yscale("log")
-            round_ticks(axes.yaxis)
-        return
-    axes.locator_params(axis="x", nbins=7, integer=chart.whole, steps=[1, 2, 5, 10], min_n_ticks=1)
-    if not chart.whole:
+    elif chart.ticks:
+        axes.set_xticks(chart.ticks, [f"{x:g}" for x in chart.ticks])
         axes.set_xlim(left=0)
+    else:
+        axes.locator_params(
+            axis="x", nbins=7, integer=chart.whole, min_n_ticks=1, steps=[1, 2, 5, 10]
+        )
+        if not chart.whole:
+            axes.set_xlim(left=0)
+    if "y" in chart.log:
+        axes.set_yscale("log")
+        axes.set_ylim(*page.limits(chart))
+        round_ticks(axes.yaxis)
+    else:
+        axes.locator_params(axis="y", nbins=7)
+        axes.set_ylim(*page.limits(chart))
 
 
 def round_ticks(axis: Any, ticks: Sequence[float] = ()) -> None:
@@ -254,25 +322,31 @@ def draw_bars(comparison: Comparison, name: str) -> Any:
     from matplotlib.figure import Figure
 
     (title, unit, length, forms), runs = BARS[name], comparison.runs
-    figure = Figure(figsize=(8.6, 1.3 + 0.5 * len(runs)), layout="constrained")
+    looks = palette.styles([run.label for run in runs])
+    width, names = 7.0, [textwrap.fill(run.label, 22) for run in runs]
+    figure = Figure(figsize=(width, 1.3 + 0.5 * len(runs)), layout="constrained")
     axes, places = figure.subplots(), range(len(runs))
     lengths = [value or 0.0 for value in comparison.values[length]]
-    axes.barh(places, lengths, 0.6, color=[style(i, len(runs))["color"] for i in places])
-    if length == "images_per_s":
+    axes.barh(places, lengths, 0.6, color=[look.colour for look in looks.values()])
+    shows_perfect = length == "images_per_s" and comparison.scales
+    if shows_perfect:
         pairs = zip(lengths, runs, strict=True)
         lengths = [ratio(rate, run.efficiency) or rate for rate, run in pairs]
-    edges = axes.barh(places, lengths, 0.6, fill=False, edgecolor=INK, linestyle=":")
+    outline = ":" if shows_perfect else "none"
+    edges = axes.barh(places, lengths, 0.6, fill=False, edgecolor=SOFT, linestyle=outline)
     texts = [""] * len(runs)
     for key, form in forms.items():
         for i, cell in enumerate(comparison.cells.get(key, ())):
             texts[i] += f"  {form.format(cell)}" if cell != NONE else ""
     texts = [text[2:] or "not recorded" for text in texts]
     axes.bar_label(edges, texts, padding=6)
-    axes.set(title=title, xlabel=unit)
+    axes.set(title=title, xlabel=textwrap.fill(unit, 46))
     axes.set_xticks([])
-    axes.set_yticks(places, [textwrap.fill(run.label, 26) for run in runs])
+    axes.set_yticks(places, names)
     axes.invert_yaxis()
     axes.spines[["left", "bottom"]].set_visible(False)
-    axes.margins(x=0.03 * max(map(len, texts)))
-    axes.set_xlim(left=0)
+    # Beside the longest bar there is space for the longest text, at 0.11 inches per character.
+    line = max(len(line) for name in names for line in name.splitlines())
+    room = 0.11 * max(map(len, texts)) / (width - 0.11 * line)
+    axes.set_xlim(0, (max(lengths) or 1.0) / (1 - min(room, 0.8)))
     return figure

@@ -4,6 +4,7 @@ TensorBoard's own loader reads the records. `EventAccumulator`, which uses that 
 report where a file is cut off or damaged.
 """
 
+import json
 import math
 import re
 import statistics
@@ -14,10 +15,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from utils.errors import UserError
-from utils.provenance import typical
+from utils.start.errors import UserError
+from utils.start.typical import typical
 
 RATE, STEP_TIME = "Throughput/train", "Time/train"
+STEP_RATE, STEP_LOSS = "Step/throughput", "Step/loss"  # x = 1000 x epochs
 TRAINED = ("Loss/train", "Top1/train", "Top5/train", RATE, STEP_TIME)
 EPOCH_TAGS = (*TRAINED, "Loss/val", "Top1/val", "Top5/val", "Throughput/val", "Time/val", "Lr")
 FRAME = 16  # bytes around an event in a file: its length (8) and two checksums (4 each)
@@ -56,8 +58,13 @@ class Run:
 
     @property
     def epochs(self) -> int | None:
-        """The number of finished epochs; None if there are none."""
-        return max(self.hours, default=None)
+        """The number of finished epochs, 0 if there are only steps; None if there is nothing."""
+        return max(self.hours, default=0 if self.points(STEP_RATE) else None)
+
+    @property
+    def position(self) -> float:
+        """The epochs done, with the part of the last one that the curves by steps cover."""
+        return max([self.epochs or 0, *(x / 1000 for x in self.points(STEP_RATE))])
 
     @property
     def total_hours(self) -> float | None:
@@ -79,8 +86,10 @@ class Run:
         return self.scalars.get(tag, {})
 
     def usual(self, tag: str) -> float | None:
-        """Return the median over the epochs after the first."""
-        return typical(self.points(tag))
+        """Return the median over the epochs after the first; without an epoch, that of the images/s
+        of its steps."""
+        points = self.points(tag)
+        return typical(points or (self.points(STEP_RATE) if tag == RATE else {}))
 
     def highest(self, tag: str) -> float | None:
         return max(self.points(tag).values(), default=None)
@@ -95,19 +104,21 @@ class Run:
         epoch = max(points, key=lambda x: (sign * points[x], -x), default=None)
         return (None, None) if epoch is None else (points[epoch], epoch)
 
-    def of_best(self, name: str) -> float | None:
-        """Return the validation ``name`` (Loss, Top1 or Top5) of the model in best.pt."""
-        by, sign = ("Loss", -1) if self.facts.get("best_by") == "loss" else ("Top1", 1)
-        # Of equal values, take the first epoch, and in it the plain before the averaged model.
-        places = [
-            (sign * value, -epoch, model == "val", self.points(f"{name}/{model}").get(epoch))
-            for model in ("val", "ema")
-            for epoch, value in self.points(f"{by}/{model}").items()
-        ]
-        return max(places, key=lambda place: place[:3])[3] if places else None
+    def lowest_loss(self) -> float | None:
+        """Return the lowest validation loss of any epoch, of the plain or averaged weights."""
+        curves = (self.points("Loss/val"), self.points("Loss/ema"))
+        return min((y for curve in curves for y in curve.values()), default=None)
 
-    def reached(self, top1: float) -> int | None:
+    def loss_at(self, x: int) -> float | None:
+        """Return the training loss of the last printed line up to ``x`` (1000 x epochs)."""
+        points = self.points(STEP_LOSS)
+        at = max((one for one in points if one <= x), default=None)
+        return None if at is None else points[at]
+
+    def reached(self, top1: float | None) -> int | None:
         """Return the first epoch with this validation top-1, of the plain or averaged weights."""
+        if top1 is None:
+            return None
         curves = (self.points("Top1/val"), self.points("Top1/ema"))
         return min((x for curve in curves for x, y in curve.items() if y >= top1), default=None)
 
@@ -180,6 +191,7 @@ def read(path: Path) -> Run:
         if options:
             run.facts = facts | options
             sizes.add(options.get("gpus"))
+    run.facts |= _ledger(run.folder)
     if len(sizes) > 1:
         listed = ", ".join(f"{size:g}" for size in sorted(filter(None, sizes)))
         run.notes.append(f"it resumed on another number of GPUs ({listed}), so its speed is mixed")
@@ -201,6 +213,19 @@ def read(path: Path) -> Run:
         join = max if "memory" in tag.lower() else statistics.fmean
         run.scalars[tag] = {x: join(values[x]) for x in sorted(values)}
     return run
+
+
+LEDGER = ("node_hours", "gpu_hours", "energy_kwh", "images_per_joule", "mfu")
+
+
+def _ledger(folder: Path) -> dict[str, float]:
+    """What the run has used, from its summary.json; empty if it has none."""
+    try:
+        summary = json.loads((folder / "summary.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    known = summary if isinstance(summary, dict) else {}
+    return {key: known[key] for key in LEDGER if isinstance(known.get(key), (int, float))}
 
 
 def _events(file: Path, notes: list[str]) -> Iterator[Any]:

@@ -15,6 +15,9 @@ SHOULD_AGREE = ("batch_per_gpu", "mode", "precision", "comm", "gpu", "cpu", "tor
 STEP_PARTS = ("data", "compute", "communication")
 NAMES = {"arch": "model", "data_id": "data", "train_sizes": "training image sizes"}
 SAME_SPEED = 0.02  # a smaller difference does not count: speeds of one machine vary as much
+IMPOSSIBLE = 1.1  # an efficiency above this comes from something else than more GPUs
+SEEDS = 0.5  # points of top-1 by which two seeds of one training may differ
+CHANCE = 1.2  # accuracies up to so many times that of guessing count as guessing
 WAITING = 0.1  # mention waiting for data from this share of the time on
 
 
@@ -36,6 +39,22 @@ def differ(one: Run, other: Run, keys: Sequence[str]) -> str:
         for key, (a, b) in pairs.items()
         if a not in UNKNOWN and b not in UNKNOWN and a != b
     )
+
+
+def _relevant(one: Run, other: Run) -> list[str]:
+    """Return the keys of `SHOULD_AGREE` that matter: of two runs with equal global batches, the
+    batches per GPU rightly differ."""
+    whole = one.facts.get("global_batch"), other.facts.get("global_batch")
+    skipped = "batch_per_gpu" if whole[0] and whole[0] == whole[1] else ""
+    return [key for key in SHOULD_AGREE if key != skipped]
+
+
+def workers(runs: Iterable[Run]) -> str:
+    """Return what the runs' counts are of: GPUs, or on a CPU, processes."""
+    devices = {run.facts.get("device") for run in runs}
+    if devices == {"cpu"}:
+        return "processes"
+    return "GPUs and processes" if "cpu" in devices else "GPUs"
 
 
 def step_share(run: Run, part: str) -> float | None:
@@ -63,7 +82,7 @@ def notes(runs: list[Run]) -> list[str]:
             base = f"its base is {run.base.label}" if run.base else "it has no speed-up"
             difference = f"{run.label} differs from {first.label} in {difference}; {base}"
             texts.append(f"NOT COMPARABLE: {difference}")
-        elif run.base and (difference := differ(run, run.base, SHOULD_AGREE)):
+        elif run.base and (difference := differ(run, run.base, _relevant(run, run.base))):
             texts.append(
                 f"{run.label} differs from its base {run.base.label} in {difference}: the "
                 "efficiency is not that of scaling alone"
@@ -105,7 +124,10 @@ def sentences(runs: list[Run], target: float | None) -> list[str]:
     if len(group) == 1:
         texts += _single(base)
     else:
-        texts += _speeds(group, base) + _times(group, target) + _accuracies(group)
+        texts += _unfinished(group) + _impossible(group)
+        lost = _lost_accuracy(group, base)
+        texts += lost + _speeds(group, base) + _times(group, target)
+        texts += [] if lost else _accuracies(group)
     last = _cautions(group)
     texts = [*texts, *_parts(group)][: 5 - len(last)] + last
     return [f"{text}." for text in texts]
@@ -121,19 +143,86 @@ def _single(run: Run) -> list[str]:
     """Describe speed and accuracy of a single run."""
     texts, gpus = [], run.facts.get("gpus")
     if rate := run.usual(RATE):
-        on = f" on {gpus:g} GPU{'s' * (gpus != 1)} (processes)" if gpus else ""
+        one, many = (
+            ("process", "processes") if run.facts.get("device") == "cpu" else ("GPU", "GPUs")
+        )
+        on = f" on {gpus:g} {one if gpus == 1 else many}" if gpus else ""
         texts.append(f"{run.label} trained {number(rate)} images per second{on}")
     top1, epoch = run.best("Top1/val")
-    if epoch is not None:
+    if not run.epochs:
+        texts.append(f"It has not finished an epoch: {run.position:.2f} epochs are done")
+    if epoch is not None and epoch in run.hours:
         after = duration(run.hours[epoch])
         texts.append(f"It reached {top1:.2f} % top-1 in epoch {epoch} ({after})")
     return texts
 
 
+def _unfinished(group: list[Run]) -> list[str]:
+    """Name the runs that have not finished an epoch, and how they are compared."""
+    if not (runs := [run for run in group if not run.epochs]):
+        return []
+    have, their = ("has", "its") if len(runs) == 1 else ("have", "their")
+    who = _join(f"{run.label} ({run.position:.2f} epochs)" for run in runs)
+    return [f"{who} {have} not finished an epoch: speed and loss are those of {their} steps so far"]
+
+
+def _impossible(group: list[Run]) -> list[str]:
+    """Name an efficiency that more GPUs or processes alone cannot give."""
+    for run in group:
+        base = run.base
+        efficiency = run.efficiency or 0.0
+        if base is None or efficiency <= IMPOSSIBLE:
+            continue
+        if run.facts.get("gpus") == base.facts.get("gpus"):
+            continue  # a faster program, not a larger machine
+        text = f"The efficiency of {share(efficiency)} ({run.label}) cannot be that of scaling: "
+        if difference := differ(run, base, _relevant(run, base)):
+            return [f"{text}the runs also differ in {difference}"]
+        text += f"something else slowed down {base.label}, such as other work on its machine; "
+        return [f"{text}run it again"]
+    return []
+
+
+def _noise(top1: float, images: float) -> float:
+    """The accuracies of two equally good models, on two independent samples of so many images,
+    differ by more in 1 of 20 cases (in points)."""
+    p = min(max(top1 / 100, 0.5 / images), 1 - 0.5 / images)
+    return 100 * 1.96 * math.sqrt(2 * p * (1 - p) / images)
+
+
+def _lost_accuracy(group: list[Run], base: Run) -> list[str]:
+    """Say that a faster run is less accurate after equal epochs, by more than seeds explain."""
+    known = [run for run in group if run.epochs and run.points("Top1/val")]
+    if base not in known or (common := min(run.epochs or 0 for run in known)) < 2:
+        return []
+    tops = {run: top for run in known if (top := run.points("Top1/val").get(common)) is not None}
+    images = min(run.facts.get("val_images") or 0 for run in known)
+    if base not in tops:
+        return []
+    noise = max(SEEDS, _noise(tops[base], images) if images else SEEDS)
+    worse = [
+        run
+        for run in tops
+        if (run.speed_up or 0) > 1 + SAME_SPEED and tops[base] - tops[run] > noise
+    ]
+    if not worse:
+        return []
+    run = min(worse, key=lambda one: tops[one])
+    text = f"Accuracy fell with speed: after epoch {common}, top-1 is {tops[base]:.2f} % "
+    text += f"({base.label}) and {tops[run]:.2f} % ({run.label}), more than seeds explain"
+    return [f"{text}, so compare the times to the same accuracy"]
+
+
+def _is_chance(target: float, group: list[Run]) -> bool:
+    """Whether guessing reaches this top-1, too. Unknown numbers of classes count as ImageNet's."""
+    classes = min(run.facts.get("class_count") or 1000 for run in group)
+    return target <= CHANCE * 100 / classes
+
+
 def _speeds(group: list[Run], base: Run) -> list[str]:
     """Say how much faster than ``base`` the others trained; with more than three, the fastest."""
-    others = [run for run in group if run is not base and run.speed_up]
-    if not others:
+    ratios = {run: ratio for run in group if run is not base and (ratio := run.speed_up)}
+    if not ratios:
         return []
 
     def spread(run: Run) -> float:
@@ -141,28 +230,33 @@ def _speeds(group: list[Run], base: Run) -> list[str]:
         rates = [rate for x, rate in run.points(RATE).items() if x > 1]
         return statistics.stdev(rates) / statistics.fmean(rates) if len(rates) > 1 else 0.0
 
-    if max(abs(run.speed_up - 1) for run in others) < max(SAME_SPEED, *map(spread, group)):
-        who = _join(run.label for run in (base, *others))
+    if max(abs(one - 1) for one in ratios.values()) < max(SAME_SPEED, *map(spread, group)):
+        who = _join(run.label for run in (base, *ratios))
         return [f"{who} trained equally fast: their speeds differ no more than those of epochs"]
-    who = _join(run.label for run in others)
-    if len(others) > 3:
-        others = [max(others, key=lambda run: run.speed_up)]
-        who = f"The fastest run, {others[0].label},"
-    times, scaling = _join(f"{run.speed_up:.2f}" for run in others), ""
-    if all(run.efficiency and run.facts["gpus"] != base.facts["gpus"] for run in others):
-        scaling = f" ({_join(share(run.efficiency) for run in others)} efficiency)"
+    who = _join(run.label for run in ratios)
+    if len(ratios) > 3:
+        fastest = max(ratios, key=lambda run: ratios[run])
+        ratios = {fastest: ratios[fastest]}
+        who = f"The fastest run, {fastest.label},"
+    times, scaling = _join(f"{one:.2f}" for one in ratios.values()), ""
+    more_gpus = [run for run in ratios if run.facts.get("gpus") != base.facts.get("gpus")]
+    shares = [share(efficiency) for run in more_gpus if (efficiency := run.efficiency)]
+    if len(shares) == len(ratios):
+        scaling = f" ({_join(shares)} efficiency)"
     return [f"{who} trained {times} times as many images per second as {base.label}{scaling}"]
 
 
 def _times(group: list[Run], target: float | None) -> list[str]:
     """Say when the runs reached the ``target``; with more than three, which was the first."""
-    reached = {run: run.reached(target) for run in group} if target else {}
+    if not target or _is_chance(target, group):
+        return []
+    reached = {run: run.reached(target) for run in group}
     times = {run: run.hours[x] for run, x in reached.items() if x is not None}
     if len(times) > 3:
         first = min(times, key=lambda run: times[run])
         after = duration(times[first])
         return [f"First to reach {target:g} % top-1: {first.label}, in {after}"]
-    if not times or max(run.epochs for run in times) == 1:
+    if all(run.epochs == 1 for run in times):  # also if there are none
         return []
     who = _join(run.label for run in times)
     if len(times) == len(group):
@@ -177,8 +271,8 @@ def _accuracies(group: list[Run]) -> list[str]:
     known = [run for run in group if run.points("Top1/val")]
     if len(known) < 2:
         return []
-    common = min(run.epochs for run in known)
-    what, tops = "Best top-1", {run: run.best("Top1/val")[0] for run in known}
+    common = min(run.epochs or 0 for run in known)
+    what, tops = "Best top-1", {run: max(run.points("Top1/val").values()) for run in known}
     if any(run.epochs != common for run in known):
         what = f"Top-1 after epoch {common}, the last of the shortest run"
         ends = {run: run.points("Top1/val").get(common) for run in known}
@@ -190,10 +284,7 @@ def _accuracies(group: list[Run]) -> list[str]:
     if len(tops) > 3:
         listed = f"{low:.2f} %" + f" to {high:.2f} %" * (high > low)
     images = min(run.facts.get("val_images") or 0 for run in tops)
-    # Noise, in points: the accuracies of two equally good models, on two independent samples of so
-    # many images, differ by more in 1 of 20 cases.
-    p = min(max(high / 100, 0.5 / images), 1 - 0.5 / images) if images else 0.0
-    noise = 100 * 1.96 * math.sqrt(2 * p * (1 - p) / max(images, 1))
+    noise = _noise(high, images) if images else 0.0
     text = f", more than the noise of {images:g} images, but another seed may change it as well"
     if low == high:
         text = ", no difference"
@@ -211,9 +302,10 @@ def _parts(group: list[Run]) -> list[str]:
         ("communication took {} of a step", lambda run: step_share(run, "communication"), 0.005),
         ("waiting for data took {} of the time", lambda run: run.usual("IO/wait_share"), WAITING),
     ):
-        run = max(group, key=lambda run: part(run) or 0.0)
-        if (part(run) or 0.0) >= least:
-            texts.append(text.format(share(part(run))) + f" ({run.label})" * (len(group) > 1))
+        shares = {run: part(run) or 0.0 for run in group}
+        run = max(shares, key=lambda one: shares[one])
+        if shares[run] >= least:
+            texts.append(text.format(share(shares[run])) + f" ({run.label})" * (len(group) > 1))
     text = _join(texts) if texts else ""
     return [f"{text[0].upper()}{text[1:]}"] if texts else []
 
@@ -221,7 +313,9 @@ def _parts(group: list[Run]) -> list[str]:
 def _cautions(group: list[Run]) -> list[str]:
     """Name the limits of the conclusions."""
     texts = []
-    epochs = {run.epochs for run in group}
+    epochs = {run.epochs for run in group if run.epochs}
+    if not epochs:
+        return []
     if max(epochs) == 1:
         texts.append("there is only one epoch, in which caches and compilers warm up")
     elif len(epochs) > 1:

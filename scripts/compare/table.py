@@ -4,8 +4,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from utils.atomic import save_atomically
-from utils.errors import UserError
+from utils.start.atomic import save_atomically
+from utils.start.errors import UserError
 
 NONE = "-"
 NUMBER = re.compile(r"[-+]?\d[\d.,]*(e[-+]?\d+)?( ?%| [a-z]{1,3})?( ± .*)?$")  # 95 %, 12.3 min

@@ -24,44 +24,55 @@ import os
 import secrets
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from utils import launch
+from utils.start import launch
 
 launch.prepare()  # before torch is imported, which takes seconds
 
 import torch
 from torch import Tensor, nn
 
-from utils import amp, epoch, loop, models, optim, options
-from utils.errors import UserError
-from utils.loaders import build_loaders
+from utils import epoch, loop, options
+from utils.data.loaders import build_loaders
 from utils.metrics import Sums, means
-from utils.option_types import non_negative, positive
-from utils.run_directory import Run
+from utils.model import amp, models, optim
+from utils.model.options import add_amp
+from utils.run.run_directory import Run
+from utils.run.snapshots import TrainState
 from utils.session import Session
-from utils.snapshots import TrainState
-from utils.world import World, single_process
+from utils.start.errors import UserError
+from utils.start.option_types import Options, non_negative, positive
+from utils.start.orphans import die_with_parent
+from utils.start.world import World, single_process
 
-os.environ.setdefault("HIVEMIND_LOGLEVEL", "WARNING")
-try:
+if TYPE_CHECKING:
     import hivemind
-except ImportError:
-    hivemind = None
 
 log = logging.getLogger("utils.beyond")  # shown and saved like the log lines of utils
 
 AVERAGE_EVERY = 10  # steps between averages of weights, which differ after a missed step
 
 
+class SwarmOptions(Options):
+    """Those of imagenet_nd.py and of this example."""
+
+    swarm: str
+    peers: str | None
+    listen: str
+    target_batch: int  # `main` sets it, if it is omitted
+    matchmaking: float
+
+
 def main() -> int:
     parser = options.build_parser(__doc__, batch="images per step of this peer")
-    amp.add_options(parser)
+    add_amp(parser)
     add = parser.add_argument_group("peers").add_argument
     add("--swarm", default="imagenet", metavar="NAME", help="name of the group of peers")
     add("--peers", metavar="A,B,...", help="addresses of running peers; omit it for the first peer")
@@ -70,20 +81,23 @@ def main() -> int:
     add("--target-batch", type=positive, metavar="N", help="images per step of all; default: -b")
     text = "time to find other peers before a step: 1 to 5 on one network, else 10 to 15"
     add("--matchmaking", type=non_negative, default=10.0, metavar="SECONDS", help=text)
-    args = options.parse(parser)
+    args = SwarmOptions(**vars(options.parse(parser)))
     # Hivemind takes tensors for vectors (view(-1)), which NHWC weights are not.
     args = args.replaced(channels_last=False, memory_format=torch.contiguous_format)
     target = args.target_batch or args.batch_size
     accum_steps, rest = divmod(target, args.batch_size)  # one process would accumulate so often
     if rest:
         raise UserError(f"--target-batch {target} is not a multiple of -b")
-    if hivemind is None:
+    if not find_spec("hivemind"):
         raise UserError(f"Hivemind is not installed for {sys.executable}: pip install hivemind")
     return train(args.replaced(target_batch=target, accum_steps=accum_steps), single_process())
 
 
-def train(args: Namespace, world: World) -> int:
+def train(args: SwarmOptions, world: World) -> int:
     """Everything from the options to the last epoch. Returns the exit code."""
+    os.environ.setdefault("HIVEMIND_LOGLEVEL", "WARNING")
+    import hivemind
+
     device = world.device
     torch.manual_seed(args.seed)
 
@@ -95,7 +109,7 @@ def train(args: Namespace, world: World) -> int:
 
     # ---- model
     model = models.build(args, len(loaders.classes))
-    model = model.to(device, memory_format=args.memory_format)
+    model = model.to(memory_format=args.memory_format).to(device)
 
     # ---- optimiser and mixed precision
     optimizer = optim.build(args, model)
@@ -107,10 +121,10 @@ def train(args: Namespace, world: World) -> int:
     state = TrainState(model, optimizer, scaler)
     session = Session(args, world, run, loaders, state)
     loop.resume(session)
-    steps = loaders.train.sampler.steps_per_epoch  # a step: --target-batch images of all peers
+    steps = session.train.sampler.steps_per_epoch  # a step: --target-batch images of all peers
 
     # ---- peers: a distributed hash table (DHT), and an optimiser that steps with all of them
-    os.register_at_fork(after_in_child=launch.die_with_parent)  # Hivemind's own processes
+    os.register_at_fork(after_in_child=die_with_parent)  # Hivemind's own processes
     dht = join(args)
     swarm = hivemind.Optimizer(
         dht=dht,
@@ -153,8 +167,8 @@ def train(args: Namespace, world: World) -> int:
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the batches of this peer's own order, epoch after epoch."""
         for number in itertools.count():
-            loaders.train.sampler.start_at(number, 0)
-            yield from loaders.train
+            session.train.sampler.start_at(number, 0)
+            yield from session.train
 
     def peers() -> int:
         return max(1, swarm.tracker.global_progress.num_peers)
@@ -204,7 +218,7 @@ def train(args: Namespace, world: World) -> int:
             swarm_tags |= {"own_samples": own}
             run.scalars({f"Swarm/{x}": float(y) for x, y in swarm_tags.items()}, state.epoch + 1)
             if not args.peers:
-                evaluated = epoch.evaluate(training, predict, loaders.val)
+                evaluated = epoch.evaluate(training, predict, session.val)
                 loop.close_epoch(training, trained, evaluated)
             else:
                 state.epoch, state.step = state.epoch + 1, 0
@@ -216,8 +230,10 @@ def train(args: Namespace, world: World) -> int:
     return loop.end(training, predict)
 
 
-def join(args: Namespace) -> "hivemind.DHT":
+def join(args: SwarmOptions) -> "hivemind.DHT":
     """Join the hash table of all peers. Raises: `UserError` if no peer answers."""
+    import hivemind
+
     others = args.peers.split(",") if args.peers else None
     try:
         return hivemind.DHT(others, host_maddrs=[args.listen], start=True)

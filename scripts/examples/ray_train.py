@@ -1,195 +1,99 @@
 #!/usr/bin/env python3
-"""Train on the nodes of a running Ray cluster, with the unchanged training scripts.
+"""Train on a Ray cluster with Ray's own TorchTrainer, and the unchanged training scripts.
 
-    python scripts/examples/ray_train.py --nodes 2 -- imagenet_ddp.py -a resnet50 --name my_run DATA
-    python scripts/examples/ray_train.py --nodes 1:4 --gpus 1 -- imagenet_ddp.py --name my_run DATA
+    python scripts/examples/ray_train.py --workers 4 -- imagenet_ddp.py --name my_run DATA
+    python scripts/examples/ray_train.py --workers 1:8 --gpu -- imagenet_ddp.py --name my_run DATA
 
-Ray finds the nodes (its autoscaler may start them: ray_g4dn.yaml), notices when one is lost, and
-carries output and orders. The training processes do not use Ray. The job works in the same way as
-train_on_nodes.sh --elastic (scripts/ssh/job.py). Instead of ssh, an actor on each node reserves the
-GPUs and runs scripts/ssh/guard.py. When a node is lost or comes back, the job resumes from the
-latest snapshot on the nodes that are available. Ctrl-C ends it with a snapshot.
+Ray places the workers (one process each), reserves their GPUs and CPUs, and starts all of them
+again when one fails or, with MIN:MAX, when nodes come or go. Each worker starts the script, which
+resumes from the run's latest snapshot. After Ctrl-C, work since that snapshot is lost: Ray kills
+its workers.
 
-Needs `pip install ray` in one version on all nodes, this code and the data at one path, and an
---output-dir that the nodes share. If the cluster's head node dies, the job ends.
+Needs `pip install "ray[train]"` in one version on all nodes, this code and the data at one path,
+and an --output-dir that the nodes share. `ray start --head` starts a cluster (with
+RAY_worker_niceness=0, or training gets little CPU time); ray_g4dn.yaml starts one on EC2. Anyone
+who can reach Ray's ports can run code.
 """
 
 import argparse
-import contextlib
 import os
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts/ssh")]
-
-import hosts
-import launcher
-from hosts import MARKER, SSH_FAILED, Host, note
-from job import Job
-
-from utils import errors
-from utils.errors import UserError
-from utils.option_types import Formatter, count
-
 try:
     import ray
-except ImportError:  # `main` reports it, after it has parsed the options
-    ray = None
+    from ray.train import FailureConfig, RunConfig, ScalingConfig, get_context, report
+    from ray.train.torch import TorchConfig, TorchTrainer
+except ImportError as missing:
+    print(f'error: {missing}: pip install "ray[train]"', file=sys.stderr)
+    sys.exit(2)
+
+ROOT = Path(__file__).resolve().parents[2]
+BAD_INPUT = 2  # exit code of the scripts; it is no use to start them again
+FAILURES = 100  # after so many the job ends
 
 
-class Holder:
-    """An actor that reserves a node's resources and runs the guard there. Ray sends the class by
-    value, so nodes need no file of this repository. If the actor dies, its guard ends the job."""
+def train(config: dict[str, Any]) -> None:
+    """Run the script as one of its processes, in one of Ray's workers. Raises: RuntimeError."""
+    import torch.distributed as dist
 
-    def __init__(self, bootstrap: str, program: bytes, mark: dict[str, str]):
-        """Run the guard, ``program``, with this Python."""
-        self.guard = subprocess.Popen(
-            [sys.executable, "-u", "-c", bootstrap],
-            env=dict(os.environ, **mark),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        self.say(program)
-
-    def say(self, order: bytes) -> None:
-        """Pass a heartbeat or an order on to the guard."""
-        with contextlib.suppress(OSError):  # it has ended
-            self.guard.stdin.write(order)
-            self.guard.stdin.flush()
-
-    def listen(self) -> bytes | int:
-        """Wait for the guard's next line of output; at the end, return its exit code."""
-        return self.guard.stdout.readline() or self.guard.wait()
+    context = get_context()
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: list[Any] = [probe.getsockname()[1]]
+    dist.broadcast_object_list(port)  # Ray's process group holds its own port
+    place = {
+        "RANK": context.get_world_rank(),
+        "WORLD_SIZE": context.get_world_size(),
+        "LOCAL_RANK": context.get_local_rank(),
+        "LOCAL_WORLD_SIZE": context.get_local_world_size(),
+        "MASTER_PORT": port[0],
+        "TORCHELASTIC_MAX_RESTARTS": FAILURES,  # the script resumes its own run
+        "IMAGENET_LAUNCHER": os.getpid(),  # the script dies with this process
+    }
+    environment = os.environ | {name: str(value) for name, value in place.items()}
+    code = subprocess.call([sys.executable, "-u", *config["command"]], env=environment, cwd=ROOT)
+    if code not in (0, BAD_INPUT):
+        raise RuntimeError(f"{config['command'][0]} ended with exit code {code}")
+    report({"code": code})
 
 
-class Pipe:
-    """A `Holder` with those methods of `subprocess.Popen` that scripts/ssh/job.py uses for ssh."""
-
-    stderr = ()
-
-    def __init__(self, holder: Any):
-        self.holder, self.code = holder, SSH_FAILED  # the code of a lost ssh connection
-        self.stdin = self.stdout = self
-
-    def write(self, order: bytes) -> None:
-        with contextlib.suppress(Exception):  # the node may be lost
-            self.holder.say.remote(order)
-
-    def flush(self) -> None:
-        """Do nothing: `write` does not buffer."""
-
-    def __iter__(self) -> Iterator[bytes]:
-        with contextlib.suppress(ray.exceptions.RayError):
-            while isinstance(line := ray.get(self.holder.listen.remote()), bytes):
-                yield line
-            self.code = line
-
-    def terminate(self) -> None:
-        """Free the node's resources."""
-        with contextlib.suppress(Exception):
-            ray.kill(self.holder)
-
-    def wait(self) -> int:
-        self.terminate()
-        return self.code
-
-
-class RayJob(Job):
-    """A job on those nodes of a Ray cluster that have enough GPUs and CPUs."""
-
-    def __init__(self, options: argparse.Namespace, *more: Any):
-        from ray.autoscaler.sdk import request_resources
-
-        super().__init__(options, *more)
-        self.bundle = {kind: n for kind, n in (("CPU", options.cpus), ("GPU", options.gpus)) if n}
-        request_resources(bundles=[self.bundle] * self.most)  # no effect without an autoscaler
-
-    def hosts(self) -> list[Host]:
-        """At most MAX nodes: surviving ones first, then new ones."""
-        alive = []
-        for node in ray.nodes():
-            has = node["Resources"] if node["Alive"] else {}
-            if all(has.get(kind, 0) >= n for kind, n in self.bundle.items()):
-                address = f"{node['NodeID']}@{node['NodeManagerHostname']}"
-                alive.append(Host(address, ip=node["NodeManagerAddress"]))
-        kept = [host for host in self.machines if host in alive]
-        self.machines = (kept + [host for host in alive if host not in kept])[: self.most]
-        return self.machines
-
-    def open(self, host: Host, program: bytes) -> Pipe:
-        """Start an actor, with the guard, on a node."""
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        place = NodeAffinitySchedulingStrategy(host.address.partition("@")[0], soft=False)
-        needs = {"num_cpus": self.options.cpus, "num_gpus": self.options.gpus}
-        holder = ray.remote(Holder).options(**needs, max_concurrency=8, scheduling_strategy=place)
-        return Pipe(holder.remote(hosts.BOOTSTRAP, program, {MARKER: self.mark}))
-
-    def unreachable(self, host: Host) -> str:
-        return f"no answer from {host.name}"
-
-
-def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The launcher's own options, and SCRIPT with its options. Raises: `UserError`."""
-    own, command = launcher.split(words)
-    usage = "python scripts/examples/ray_train.py --nodes N [options] -- SCRIPT TRAINING OPTIONS"
-    parser = argparse.ArgumentParser(
-        usage=usage, description=__doc__, formatter_class=Formatter, allow_abbrev=False
-    )
-    add = parser.add_argument
-    text = "Ray's head node; default: $RAY_ADDRESS, else this machine"
-    add("--address", default="auto", help=text)
-    text = "number of nodes"
-    add("--nodes", dest="elastic", type=_nodes, required=True, metavar="N|MIN:MAX", help=text)
-    add("--gpus", type=count, help="GPUs per node, one process each; default: all")
-    add("--cpus", type=count, default=1, help="CPUs per node that Ray reserves")
-    hosts.add_node_options(parser)
-    parser.set_defaults(port=None)
-    options = parser.parse_args(own)
-    if not command:
-        raise UserError("what to train is missing: ... --nodes 2 -- imagenet_ddp.py OPTIONS DATA")
-    options.script = launcher.check(command, several=True, again=True)
-    return options, command
-
-
-def _nodes(text: str) -> tuple[int, int]:
-    return launcher.limits(text if ":" in text else f"{text}:{text}")
+def workers(text: str) -> int | tuple[int, int]:
+    """Parse N or MIN:MAX."""
+    numbers = [int(word) for word in text.split(":")]
+    return numbers[0] if len(numbers) == 1 else (numbers[0], numbers[1])
 
 
 def main() -> int:
-    options, command = parse(sys.argv[1:])
-    if ray is None:
-        raise UserError(f"Ray is not installed for {sys.executable}: pip install ray")
-    try:
-        ray.init(options.address, log_to_driver=False, logging_level="ERROR")
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(
-            f"no Ray cluster at --address {options.address} ({reason}): start one with "
-            "`ray start --head`, or give the address that it printed"
-        ) from None
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    if options.gpus is None:
-        options.gpus = int(max(n["Resources"].get("GPU", 0) for n in ray.nodes() if n["Alive"]))
-        if not options.gpus:
-            note("no node of the cluster has a GPU: training on CPUs (--gpus N waits for GPUs)")
-    if not options.gpus:  # hide GPUs that Ray has not assigned
-        options.env = [("CUDA_VISIBLE_DEVICES", ""), *(options.env or ())]
-    if not (ROOT / ".venv").exists():
-        options.python = options.python or sys.executable
-    job = RayJob(options, command, [], f"guard:{options.script.name}")
-    job.wait_seconds = options.script.dist_timeout or 1800.0  # new machines take minutes
-    try:
-        return job.run()
-    finally:
-        ray.shutdown()
+    form = argparse.RawDescriptionHelpFormatter
+    usage = "ray_train.py --workers N [options] -- SCRIPT TRAINING OPTIONS"
+    parser = argparse.ArgumentParser(usage=usage, description=__doc__, formatter_class=form)
+    add = parser.add_argument
+    add("--address", default="auto", help="Ray's head node; default: $RAY_ADDRESS, or this machine")
+    add("--workers", type=workers, default=1, metavar="N|MIN:MAX", help="processes in all")
+    add("--gpu", action="store_true", help="reserve a GPU for each worker")
+    add("--cpus", type=int, default=1, help="CPUs to reserve for each worker")
+    add("command", nargs="+", metavar="-- SCRIPT OPTIONS", help="must include --name RUN")
+    args = parser.parse_args()
+    ray.init(args.address, logging_level="ERROR")
+    trainer = TorchTrainer(
+        train,
+        train_loop_config={"command": [args.command[0], "--resume", "auto", *args.command[1:]]},
+        torch_config=TorchConfig(backend="gloo"),
+        scaling_config=ScalingConfig(
+            num_workers=args.workers, use_gpu=args.gpu, resources_per_worker={"CPU": args.cpus}
+        ),
+        run_config=RunConfig(
+            storage_path=tempfile.mkdtemp(prefix="ray_train_"),  # of Ray's own notes
+            failure_config=FailureConfig(max_failures=FAILURES),
+        ),
+    )
+    return int((trainer.fit().metrics or {}).get("code", 0))
 
 
 if __name__ == "__main__":
-    errors.exit_with(main)
+    sys.exit(main())

@@ -20,8 +20,8 @@ from prepare.shards import images_per_shard
 from prepare.writing import BATCH, Item, Split
 from tqdm import tqdm
 
-from utils.errors import UserError
-from utils.folder import SUFFIXES
+from utils.data.sources import SUFFIXES
+from utils.start.errors import UserError
 
 SPLITS = {"train": "train", "validation": "val", "valid": "val", "val": "val", "test": "test"}
 WORDNET = re.compile(r"(?:^|_)(n\d{8})(?=[_.])")  # ImageNet's class in the name of an image
@@ -92,7 +92,7 @@ def find_files(folder: Path) -> dict[str, list[Path]]:
     """Find the files of each split in ``folder`` or folder/data. Raises: `UserError`."""
     splits: dict[str, list[Path]] = {}
     for path in sorted([*folder.glob("*.parquet"), *folder.glob("data/*.parquet")]):
-        word = re.match(r"[a-z]*", path.name)[0]
+        word = re.split(r"[^a-z]", path.name)[0]
         if word in SPLITS:
             splits.setdefault(SPLITS[word], []).append(path)
         if total := re.search(r"\d{5}-of-(\d+)", path.name):
@@ -131,12 +131,12 @@ def _schema(path: Path) -> tuple[Columns, list[str]]:
 
 def _scan(
     paths: list[Path], columns: Columns, synsets: dict[int, set[str]]
-) -> tuple[Counter[int], bool]:
+) -> tuple[Counter[int | None], bool]:
     """Count the rows of each label, and check whether names are unique within each class.
 
     Adds to ``synsets`` the WordNet ids in the names of each label's images.
     """
-    counts: Counter[int] = Counter()
+    counts: Counter[int | None] = Counter()
     unique, seen = True, set()  # of hashes, because names would take much memory
     for path in tqdm(paths, "reading labels", unit="file", delay=1, leave=False):
         for image, label in _rows(path, columns):
@@ -184,7 +184,10 @@ def open_parquet(folder: Path, table: Path | None, megabytes: int) -> dict[str, 
     columns, names = _schema(files[min(files)][0])
     synsets: dict[int, set[str]] = defaultdict(set)
     scans = {split: _scan(paths, columns, synsets) for split, paths in files.items()}
-    labels = {label for counts, _ in scans.values() for label in counts} - {-1, None}
+    known = {label for counts, _ in scans.values() for label in counts if label is not None}
+    labels = known - {-1}
+    if not labels:
+        raise UserError(f"no image in {folder} has a label (all are -1 or null): get other files")
     for split, (counts, _) in [*scans.items()]:
         if not counts.keys() - {-1, None}:
             print(f"left out: {split}, because its classes are not published (label -1)")

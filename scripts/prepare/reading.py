@@ -12,18 +12,19 @@ from typing import NamedTuple
 from prepare.writing import (
     BATCH,
     SPLITS,
-    Chunks,
     Item,
+    Lazy,
     Split,
     Stored,
     images_by_class,
     read_marker,
 )
 
-from utils import addons
-from utils.errors import UserError
-from utils.extras import layouts
-from utils.folder import SUFFIXES, Folder, Source, class_folders, has_part, listings, open_source
+from utils.data import devkit, layouts
+from utils.data.folder import class_names, listings
+from utils.data.opening import FOLDER, class_folders, has_part, open_source, source_kind
+from utils.data.sources import SUFFIXES, Source, is_hidden
+from utils.start.errors import UserError
 
 
 class Images(NamedTuple):
@@ -40,7 +41,7 @@ class Images(NamedTuple):
             path = source.paths[source.starts[image] : source.starts[image + 1] - 1]
             return Item(f"{name}/{os.fsdecode(path)}", Stored(*source.stored(image)))
 
-        return Split(len(source), Chunks(len(source), size, item), self.classes)
+        return Split(len(source), Lazy(len(source), size, item), self.classes)
 
 
 class Files(Source):
@@ -79,7 +80,7 @@ def _open_split(data: Path, layout: layouts.Layout | None, split: str) -> Images
     folders = [one for one in layout.folders.get(split, ()) if one.is_dir()] if layout else []
     files = None
     if layout and layout.flat and split == "val":
-        files = _labelled(data, layout)
+        files = _labelled(layout.flat, layout.labels or data)
     elif len(folders) > 1:
         files = _joined(folders)
     if files is not None:
@@ -88,17 +89,16 @@ def _open_split(data: Path, layout: layouts.Layout | None, split: str) -> Images
     root = folders[0] if folders else data / split
     if not has_part(root):
         return None
-    if kind := addons.source_kind(root):
-        if kind.stores_pixels:
-            raise UserError(f"{root} holds decoded pixels: give the data set that it was made from")
+    if source_kind(root) is not FOLDER:
         classes = class_folders(root)
         return Images(open_source(root, classes, shows=True), classes)
-    classes = Folder.class_names(root)
+    classes = class_names(root)
     lists = zip(classes, listings(root, classes, shows=True), strict=True)
     paths = {name: listing.paths for name, listing in lists if listing.paths}
     counts = [one.count(b"\0") for one in paths.values()]
-    source = Source(root, [*paths], b"".join(paths.values()), counts) if paths else None
-    return source and Images(source, classes)
+    if not paths:
+        return None
+    return Images(Source(root, [*paths], b"".join(paths.values()), counts), classes)
 
 
 def _joined(folders: list[Path]) -> dict[str, Path]:
@@ -113,11 +113,13 @@ def _joined(folders: list[Path]) -> dict[str, Path]:
     return files
 
 
-def _labelled(data: Path, layout: layouts.Layout) -> dict[str, Path]:
-    """Assign classes to validation images in a flat folder. Raises: `UserError`."""
-    labels = addons.extra("devkit").val_labels(layout.labels or data)
-    flat = layout.flat
-    names = {n for n in os.listdir(flat) if n[0] != "." and n.lower().endswith(SUFFIXES)}
+def _labelled(flat: Path, lists: Path) -> dict[str, Path]:
+    """Assign classes to the validation images in ``flat``, from the devkit or table in ``lists``.
+
+    Raises: `UserError`.
+    """
+    labels = devkit.val_labels(lists)
+    names = {n for n in os.listdir(flat) if not is_hidden(n) and n.lower().endswith(SUFFIXES)}
     if unknown := names - labels.keys():
         text = f"{flat} holds {min(unknown)}, which is not in the list of classes"
         raise UserError(f"{text}: remove it, or get the list again")

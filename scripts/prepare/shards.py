@@ -15,8 +15,8 @@ from pathlib import Path
 
 from prepare.writing import Item, Split, check_place, work
 
-from utils.atomic import save_atomically
-from utils.errors import UserError
+from utils.start.atomic import save_atomically
+from utils.start.errors import UserError
 
 MEGABYTES = 500  # size of a shard
 

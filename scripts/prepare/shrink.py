@@ -17,8 +17,8 @@ from contextlib import contextmanager
 
 from PIL import Image, UnidentifiedImageError
 
-from utils.errors import UserError
-from utils.preprocessing import to_rgb
+from utils.data.preprocessing import to_rgb
+from utils.start.errors import UserError
 
 # After evaluation's resize to 256 and crop, bicubic images are closer to the originals than Lanczos
 # images, and their files are smaller. In training crops both are equally close.
@@ -38,7 +38,8 @@ def reduce(image: Image.Image, size: int) -> Image.Image | None:
         factor = min(1.0, size / min(width, height))
         return round(width * factor), round(height * factor)
 
-    drafted = image.draft(None, tuple(DRAFT_MARGIN * side for side in sides(*image.size)))
+    width, height = sides(*image.size)
+    drafted = image.draft(None, (DRAFT_MARGIN * width, DRAFT_MARGIN * height))
     rgb = to_rgb(image)
     # A drafted image's last row and column may cover only a fraction of a pixel.
     box = drafted[1] if drafted else (0, 0, *rgb.size)

@@ -8,7 +8,7 @@ import io
 import math
 import random
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 from prepare.reading import open_images
-from prepare.writing import BATCH, Chunks, Item, Split
+from prepare.writing import BATCH, Item, Lazy, Split
 
-from utils.errors import UserError
+from utils.start.errors import UserError
 
 FASHION_CLASSES = (
     *("0_tshirt_top", "1_trouser", "2_pullover", "3_dress", "4_coat"),
@@ -86,7 +86,7 @@ def draw(seed: int, split: str, class_name: str, number: int) -> bytes:
 
 
 def _split(items: list[Item]) -> Split:
-    return Split(len(items), Chunks(len(items), BATCH, items.__getitem__), ())
+    return Split(len(items), Lazy(len(items), BATCH, items.__getitem__), ())
 
 
 def sample(
@@ -110,6 +110,15 @@ def sample(
 # ---- published data sets
 
 
+# How to get a data set on a machine that cannot download it.
+BY_HAND = {
+    "fashion": "download the four .gz files of github.com/zalandoresearch/fashion-mnist (folder "
+    "data/fashion) on another machine, put them into a folder, and give --source FOLDER",
+    "cifar10": "download cifar-10-python.tar.gz from www.cs.toronto.edu/~kriz/cifar.html on "
+    "another machine, and give --source FILE",
+}
+
+
 @contextmanager
 def _reading(what: object, advice: str = "get it again") -> Iterator[None]:
     """Report any error as `UserError`: the readers of damaged archives raise nearly anything."""
@@ -127,7 +136,7 @@ def _png(pixels: np.ndarray) -> bytes:
     return file.getvalue()
 
 
-def _pngs(part: str, pixels: np.ndarray, labels: Sequence[int], classes: Sequence[str]) -> Split:
+def _pngs(part: str, pixels: np.ndarray, labels: Iterable[int], classes: Sequence[str]) -> Split:
     """Make a split of PNG files from uint8 ``pixels`` [n, height, width] or [..., 3]."""
     return _split(
         [
@@ -158,7 +167,7 @@ def fashion_mnist(source: Path | None, missing: Sequence[str]) -> dict[str, Spli
     splits = {}
     with tempfile.TemporaryDirectory() as folder:
         if source is None:
-            with _reading("Fashion-MNIST from the internet", "give --source"):
+            with _reading("Fashion-MNIST from the internet", BY_HAND["fashion"]):
                 FashionMNIST(folder, download=True)
             source = Path(folder, "FashionMNIST", "raw")
         for part in missing:
@@ -188,7 +197,7 @@ def cifar10(source: Path | None, missing: Sequence[str]) -> dict[str, Split]:
                 text = f"{path} is not the published file (its MD5 sum differs)"
                 raise UserError(f"{text}: get it again")
             Path(folder, CIFAR_ARCHIVE).symlink_to(path)
-        advice = "get it again" if source else "give --source"
+        advice = "get it again" if source else BY_HAND["cifar10"]
         for part in missing:
             with _reading(source or "CIFAR-10 from the internet", advice):
                 data = CIFAR10(folder, part == "train", download=True)

@@ -1,4 +1,4 @@
-"""Write OUT/train, OUT/val and OUT/test with several processes: class folders, shards, or a pack.
+"""Write OUT/train, OUT/val and OUT/test with several processes: class folders or shards.
 
 After an interruption the same command finishes the work. A file gets its name when it is complete,
 existing files are skipped, and a marker file records the content and the finished splits.
@@ -18,14 +18,14 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from tqdm import tqdm
 
-from utils.atomic import remove_leftovers, save_atomically
-from utils.errors import UserError
-from utils.folder import Folder, list_class
-from utils.launch import die_with_parent
+from utils.data.folder import class_names, list_class
+from utils.start.atomic import remove_leftovers, save_atomically
+from utils.start.errors import UserError
+from utils.start.orphans import die_with_parent
 
 SPLITS = ("train", "val", "test")
 MARKER = ".prepared.json"
@@ -60,28 +60,37 @@ class Item(NamedTuple):
     content: Callable[[], bytes]
 
 
-class Chunks(Sequence):
+class Chunks(Protocol):
+    """The chunks of a split: a list, or `Lazy`."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Iterable[Item]]: ...
+    def __getitem__(self, number: int, /) -> Iterable[Item]: ...
+
+
+class Lazy:
     """``count`` items in chunks of ``size``. ``item(i)`` is called only when a chunk is used."""
 
     def __init__(self, count: int, size: int, item: Callable[[int], Item]):
-        self.count, self.size, self.item = count, size, item
+        self.items, self.size, self.item = range(count), size, item
 
     def __len__(self) -> int:
-        return math.ceil(self.count / self.size)
+        return math.ceil(len(self.items) / self.size)
+
+    def __iter__(self) -> Iterator[list[Item]]:
+        return map(self.__getitem__, range(len(self)))
 
     def __getitem__(self, number: int) -> list[Item]:
-        if number >= len(self):
-            raise IndexError
-        return [*map(self.item, range(self.count)[number * self.size :][: self.size])]
+        return [*map(self.item, self.items[number * self.size :][: self.size])]
 
 
 class Split(NamedTuple):
-    """The content of a split, such as OUT/train. A worker writes one chunk at a time: a shard, a
-    file of a pack, or some images of a folder. ``change`` returns the bytes to write. It raises
+    """The content of a split, such as OUT/train. A worker writes one chunk at a time: a shard,
+    or some images of a folder. ``change`` returns the bytes to write. It raises
     ValueError for an image that cannot be decoded."""
 
     images: int
-    chunks: Sequence[Iterable[Item]]
+    chunks: Chunks
     classes: Sequence[str]  # also those without an image
     change: Callable[[bytes], bytes] | None = None
 
@@ -147,7 +156,7 @@ def work(
 def images_by_class(folder: Path) -> Iterator[tuple[str, list[str]]]:
     """Yield each class in ``folder``, with its image paths relative to ``folder``, sorted as in
     training. Yields nothing if ``folder`` does not exist. Raises: `UserError`."""
-    for label in Folder.class_names(folder):
+    for label in class_names(folder):
         yield label, os.fsdecode(list_class(folder, label).paths).split("\0")[:-1]
 
 

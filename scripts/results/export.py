@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from results.predictions import Best
 
-from utils import models
-from utils.errors import UserError
+from utils.model import blocks
+from utils.start.errors import UserError
 
 README = Path(__file__).with_suffix(".md")
 
@@ -33,7 +33,7 @@ def export(best: Best, folder: Path, onnx: bool = False) -> list[Path]:
     weights = {name: x.clone().contiguous() for name, x in model.state_dict().items()}
     paths[0].write_bytes(save(weights, {"format": "pt"}))
     paths[1].write_text(json.dumps(config(best), indent=1) + "\n", encoding="utf-8")
-    facts = {"arch": best.arch, "count": len(best.classes), "is_timm": not models.is_own(best.arch)}
+    facts = {"arch": best.arch, "count": len(best.classes), "is_timm": not blocks.is_own(best.arch)}
     facts["resize"] = best.preprocessing.val_resize_size
     readme = jinja2.Template(README.read_text(), trim_blocks=True, keep_trailing_newline=True)
     paths[2].write_text(readme.render(facts), encoding="utf-8")

@@ -2,13 +2,17 @@
 
 import json
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from results.predictions import Predictions
+from compare.page import Chart, drawing
+from compare.palette import styles
+from results.predictions import Best, Predictions
 
-from utils.errors import UserError
+from utils.run.run_directory import SUMMARY
+from utils.start.errors import UserError
 
 Z = 1.959964  # quantile for a 95 % interval
 BINS = 15  # of confidence, as in Guo et al. 2017
@@ -45,7 +49,7 @@ def mean(values: np.ndarray) -> Estimate:
 
 def summary(result: Predictions) -> dict[str, Estimate]:
     """Loss, top-1 and top-5 accuracy."""
-    top1, top5 = wilson(result.hits[:, 0]), wilson(result.hits.any(axis=1))
+    top1, top5 = wilson(result.hits[:, 0]), wilson(np.any(result.hits, axis=1))
     return {"loss": mean(result.losses), "top-1 (%)": top1, "top-5 (%)": top5}
 
 
@@ -90,9 +94,47 @@ def confusion_matrix(result: Predictions) -> tuple[list[str], list[tuple[int, in
     return [result.classes[number] for number in result.present], cells
 
 
-def calibration(result: Predictions) -> tuple[float, list[tuple[float, float]]]:
+def about(best: Best) -> dict[str, Any]:
+    """Facts about a model, for the top of a page."""
+    preprocessing, content = best.preprocessing, best.content
+    try:
+        options = json.loads((best.path.parent / SUMMARY).read_text())
+    except (OSError, ValueError):
+        options = {}
+    return {
+        "model": best.arch,
+        "classes": len(best.classes),
+        "epoch": content.get("epoch"),
+        "image size": f"{preprocessing.crop} (resized to {preprocessing.val_resize_size})",
+        "commit": options.get("commit"),
+        "file": str(best.path),
+    }
+
+
+def reliability(curves: Mapping[str, Sequence[tuple[float, float, int]]]) -> dict[str, Any]:
+    """Make plotly's data: reliability curves by the runs' labels, and below them the images of
+    each bin."""
+    perfect = [("perfect", [(0.0, 0.0), (100.0, 100.0)])]
+    lines = [(label, [(x, y) for x, y, _ in curve]) for label, curve in curves.items()]
+    counts = [(label, [(x, n) for x, _, n in curve]) for label, curve in curves.items()]
+    panels = [
+        Chart(
+            "Reliability",
+            "accuracy, %",
+            "confidence, %",
+            [*perfect, *lines],
+            zero=True,
+            plain=["perfect"],
+        )
+    ]
+    panels += [Chart("Images", "in each bin", "confidence, %", counts, zero=True, bars=True)]
+    return drawing([(panel, None) for panel in panels], styles(list(curves))) if curves else {}
+
+
+def calibration(result: Predictions) -> tuple[float, list[tuple[float, float, int]]]:
     """Return the expected calibration error in per cent (Guo et al. 2017, arXiv:1706.04599), and
-    the reliability curve: mean confidence and accuracy in per cent of each bin that has images.
+    the reliability curve: mean confidence and accuracy in per cent, and the number of images, of
+    each bin that has images.
 
     Bins of confidence (the probability of the predicted class) are (0, 1/15], (1/15, 2/15], ...
     """
@@ -102,7 +144,7 @@ def calibration(result: Predictions) -> tuple[float, list[tuple[float, float]]]:
     for chosen in (bins == number for number in np.unique(bins)):
         sure, right = 100 * float(confidence[chosen].mean()), 100 * float(hits[chosen].mean())
         error += float(chosen.mean()) * abs(sure - right)
-        curve.append((sure, right))
+        curve.append((sure, right, int(chosen.sum())))
     return error, curve
 
 

@@ -4,6 +4,7 @@ import base64
 import csv
 import io
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,20 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from utils import amp, models
-from utils.atomic import read_checkpoint
-from utils.errors import UserError
-from utils.folder import Source, class_folders
-from utils.images import ImageBatches
-from utils.loaders import Batches, part_batches
+from utils.data.batches import EvalBatches
+from utils.data.images import ImageBatches
+from utils.data.loaders import part_batches
+from utils.data.opening import class_folders
+from utils.data.preprocessing import Preprocessing
+from utils.data.samplers import Batch
+from utils.data.sources import Source
 from utils.metrics import UNREADABLE
-from utils.preprocessing import Preprocessing
-from utils.samplers import Batch
-from utils.snapshots import BEST
-from utils.world import World, gather
+from utils.model import amp, blocks, models
+from utils.run.snapshots import BEST
+from utils.start.atomic import read_checkpoint
+from utils.start.errors import UserError
+from utils.start.option_types import Options
+from utils.start.world import World, gather
 
 NEEDED = ("state_dict", "arch", "classes", "preprocessing", "model_args")
 TOP = 5
@@ -50,7 +54,7 @@ class Best:
     def build(self) -> nn.Module:
         """The model with its weights, on the CPU, for evaluation. Raises: `UserError`."""
         model = models.create(self.arch, len(self.classes), self.preprocessing.image_size)
-        models.scale_input_as(self.content, model)
+        blocks.scale_input_as(self.content, model)
         try:
             model.load_state_dict(self.content["state_dict"])
         except RuntimeError as error:
@@ -65,7 +69,8 @@ class Predictions:
 
     ``targets`` int64 [n], ``top`` int64 [n, k] and ``probabilities`` float32 [n, k] (k: at most 5);
     ``losses`` float64 [n]: cross entropy. Class numbers are indices in ``classes``, the model's
-    classes; ``present``: numbers of the folder's classes. ``indices`` int64 [n]: image numbers.
+    classes; ``present``: numbers of the folder's classes. ``indices`` int64 [n]: numbers of the
+    images in ``dataset``.
     """
 
     classes: list[str]
@@ -76,8 +81,8 @@ class Predictions:
     probabilities: np.ndarray
     losses: np.ndarray
     indices: np.ndarray
+    dataset: ImageBatches
     unreadable: list[str] = field(default_factory=list)
-    batches: Batches | None = None
 
     @property
     def hits(self) -> np.ndarray:
@@ -92,11 +97,11 @@ class Predictions:
     @property
     def root(self) -> Path:
         """The folder of the images."""
-        return Path(self.batches.dataset.source.root)
+        return Path(self.dataset.source.root)
 
     def picture(self, row: int) -> str:
         """Return the image as the model sees it: a thumbnail, as a data URL."""
-        pixels, *_ = self.batches.dataset.__getitems__(Batch(0, self.indices[row : row + 1]))
+        pixels, *_ = self.dataset.__getitems__(Batch(0, self.indices[row : row + 1]))
         return data_url(pixels[0])
 
 
@@ -108,10 +113,11 @@ def data_url(pixels: Tensor) -> str:
     return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
-def open_part(best: Best, args: Any, world: World) -> Batches:
+def open_part(best: Best, args: Options, world: World) -> EvalBatches:
     """Open the images of DATA/part, or of DATA itself if it holds class folders.
 
-    Raises: `UserError` for classes that the model does not know.
+    If the folder has all of the model's classes, and others, only the model's are opened. Raises:
+    `UserError` for classes that the model does not know.
     """
     data, part = Path(args.data), args.part
     if not (data / part).is_dir():
@@ -119,6 +125,9 @@ def open_part(best: Best, args: Any, world: World) -> Batches:
             raise UserError(f"folder {data / part} is missing", on_every_rank=True)
         part = "."
     names = class_folders(data / part)
+    known = [name for name in names if name in set(best.classes)]
+    if len(known) == len(best.classes):  # trained with --classes on some of these folders
+        names = known
     if unknown := sorted(set(names) - set(best.classes)):
         text = f"{len(unknown)} of the {len(names)} classes in {data / part} are not among the "
         text += f"{len(best.classes)} of {best.path}: {', '.join(unknown[:3])}"
@@ -130,18 +139,18 @@ def open_part(best: Best, args: Any, world: World) -> Batches:
 
 
 @torch.no_grad()
-def predict(best: Best, args: Any, world: World) -> Predictions:
+def predict(best: Best, args: Options, world: World, all_classes: bool) -> Predictions:
     """Predict every image of DATA/part once, distributed over all processes. All get the result.
 
-    The model chooses among the folder's classes, or with ``args.all_classes`` among all. Raises:
+    The model chooses among the folder's classes, or with ``all_classes`` among all. Raises:
     `UserError` if too many images are unreadable, or all, and the errors of `open_part`.
     """
     batches = open_part(best, args, world)
-    model = best.build().to(world.device, memory_format=args.memory_format)
+    model = best.build().to(memory_format=args.memory_format).to(world.device)
     source, bad, dtype = batches.dataset.source, batches.bad, batches.dtype
     present = [best.classes.index(name) for name in source.classes]
     number = torch.tensor(present, device=world.device)
-    excluded = torch.full((len(best.classes),), not args.all_classes, device=world.device)
+    excluded = torch.full((len(best.classes),), not all_classes, device=world.device)
     excluded[number] = False
     rows: list[tuple[Tensor, ...]] = []
     for task, (images, targets) in zip(batches.sampler, batches, strict=True):
@@ -172,15 +181,18 @@ def predict(best: Best, args: Any, world: World) -> Predictions:
         probabilities=probabilities,
         losses=-own.astype(np.float64),
         indices=indices,
+        dataset=batches.dataset,
         unreadable=[source.path(image) for image in sorted(bad.seen)],
-        batches=batches,
     )
 
 
-def write_csv(result: Predictions, path: Path) -> None:
-    """Write a line for each image; the header names the columns. Raises: OSError."""
+def write_csv(result: Predictions, path: Path, names: Mapping[str, str]) -> None:
+    """Write a line for each image; the header names the columns. ``names``: those of the classes.
+
+    Raises: OSError.
+    """
     header = ["path", "true", "predicted", "probability", "probability_of_true", "loss"]
-    count, names = result.top.shape[1], result.classes
+    count, shown = result.top.shape[1], [_cell(names[name]) for name in result.classes]
     header += [f"{name}{i}" for i in range(2, count + 1) for name in ("class", "probability")]
     with open(path, "w", newline="", encoding="utf-8", errors="surrogateescape") as file:
         writer = csv.writer(file)
@@ -188,9 +200,14 @@ def write_csv(result: Predictions, path: Path) -> None:
         for i, (p, loss) in enumerate(zip(result.of_target, result.losses, strict=True)):
             ranked = []
             for label, likely in zip(result.top[i], result.probabilities[i], strict=True):
-                ranked += [names[label], f"{likely:.9g}"]
-            row = [result.paths[i], names[result.targets[i]], *ranked[:2]]
+                ranked += [shown[label], f"{likely:.9g}"]
+            row = [_cell(result.paths[i]), shown[result.targets[i]], *ranked[:2]]
             writer.writerow([*row, f"{p:.9g}", f"{loss:.9g}", *ranked[2:]])
+
+
+def _cell(text: str) -> str:
+    """A cell that no spreadsheet program takes for a formula."""
+    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
 
 
 @torch.no_grad()

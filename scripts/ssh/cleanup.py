@@ -51,7 +51,8 @@ class Process:
         fields = content("stat").rpartition(")")[2].split()
         self.pid, self.state, self.parent = pid, fields[0], int(fields[1])
         words = content("cmdline").rstrip("\0").split("\0")
-        environment = dict(one.partition("=")[::2] for one in content("environ").split("\0"))
+        pairs = [one.partition("=") for one in content("environ").split("\0")]
+        environment = {name: value for name, _, value in pairs}
         lines = "".join(word.replace("\n", " ") + "\n" for word in words)
         self.text = f"{pid}{' (orphaned)' * (self.parent == 1)}: {' '.join(lines.split())[:120]}"
         self.python = os.path.basename(os.readlink(folder + "/exe")).startswith("python")

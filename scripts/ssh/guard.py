@@ -5,10 +5,10 @@ line of JSON names the command to start. TERM asks the script to write a snapsho
 kills it at once. Before the guard exits, it kills all processes below it. It is a child subreaper,
 so it adopts all orphans, and none escapes.
 
-The script holds a lease on the run directory. The guard prints heartbeats with the time of its own
-clock, and the launcher sends them back. The lease counts from the time in the last heartbeat that
-came back, so a delayed answer does not extend it. Whatever fails, the lease ends at the latest
-`LEASE_SECONDS` after the launcher's last answer.
+The guard prints heartbeats with the time of its own clock, and the launcher sends them back. The
+launcher's silence counts from the time in the last heartbeat that came back, so a delayed answer
+does not shorten it. Whatever fails, nothing runs here 25 s after the launcher's last answer:
+`SILENCE_SECONDS`, `GRACE_WHEN_SILENT`, and 4 s to kill all processes on a busy machine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ HELLO, HEARTBEAT = "@@guard ", "@@heartbeat "  # begin lines that the launcher d
 HEARTBEAT_SECONDS = 2.0
 SILENCE_SECONDS = 15.0  # without an answer, the launcher counts as lost, and the script must stop
 GRACE_WHEN_SILENT = 6.0  # time for its snapshot; then it is killed
-LEASE_SECONDS = 25.0  # the sum of both, plus 4 s to kill all processes on a busy machine
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -142,12 +141,12 @@ def wait_for(pid, orders, grace):
 
 def hello():
     """Return the facts for the launcher: this node's own address on the connection that the
-    launcher opened, and a port that was free a moment ago."""
+    launcher opened, a port that was free a moment ago, and the time."""
     reached = os.environ.get("SSH_CONNECTION", "").split()
     with socket.socket() as probe:
         probe.bind(("", 0))
         port = probe.getsockname()[1]
-    return {"address": reached[2] if len(reached) == 4 else None, "port": port}
+    return {"address": reached[2] if len(reached) == 4 else None, "port": port, "time": time.time()}
 
 
 def main():

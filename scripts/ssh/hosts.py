@@ -4,8 +4,9 @@
     node0
     ubuntu@172.31.0.11  slots=4  ip=10.0.0.11     # 4 processes; others reach it at 10.0.0.11
 
-The order of the lines is the order of node ranks. ``ip`` matters for the first node; with --elastic
-any node may become the first. ``runs=PATH`` tells tensorboard.sh that node's folder of runs.
+The order of the lines is the order of node ranks. With --elastic torchrun assigns the ranks. ``ip``
+matters for the first node; with --elastic any node may become the first. ``runs=PATH`` tells
+tensorboard.sh that node's folder of runs.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +25,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # for modules that need only Python
 
-from utils.errors import UserError, exit_with
-from utils.launch import MARKER
-from utils.option_types import Formatter, non_negative
+from utils.start.errors import UserError, exit_with
+from utils.start.launch import MARKER
+from utils.start.option_types import Formatter, non_negative
 
 # Reads a program from the first line of standard input; the program reads the rest.
 BOOTSTRAP = (
@@ -60,7 +62,7 @@ class Host:
 def read(path: Path) -> list[Host]:
     """Read the hosts in a file. Raises: `UserError`, which names the line."""
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()  # some editors add a mark
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the hosts file {path}: {error}") from None
     texts = [" ".join(line.split("#")[0].split()) for line in lines]
@@ -86,15 +88,17 @@ def _parse(named: list[tuple[str, str]]) -> list[Host]:
         match = _LINE.fullmatch(text)
         if not (match and text.isprintable()):  # ssh takes no NUL
             raise UserError(f"{place}: {text!r} is not of the form {_FORM}")
-        host = Host(**match.groupdict() | {"slots": match["slots"] and int(match["slots"])})
+        slots = int(match["slots"]) if match["slots"] else None
+        host = Host(match["address"], slots, match["ip"], match["runs"])
         if host.name in hosts:
             raise UserError(f"{place}: {host.name} is listed twice")
         hosts[host.name] = host
     return list(hosts.values())
 
 
-def remote_python(ssh: str, host: Host, mark: str = "") -> list[str]:
-    """Build the command that runs a `program` on ``host``; ``ssh`` is ssh with the user's options.
+def remote_python(ssh: str, host: Host, mark: str = "", more: Sequence[str] = ()) -> list[str]:
+    """Build the command that runs a `program` on ``host``; ``ssh`` is ssh with the user's options,
+    ``more`` are further ones.
 
     ``mark``: value of the environment variable by which cleanup.sh recognises the process.
     Raises: `UserError` if this machine has no ssh.
@@ -104,7 +108,7 @@ def remote_python(ssh: str, host: Host, mark: str = "") -> list[str]:
         raise UserError(f"there is no program {ssh!r} here: install openssh-client, or see --ssh")
     marked = f"env {shlex.quote(f'{MARKER}={mark}')} " if mark else ""
     line = f"{marked}python3 -u -c {shlex.quote(BOOTSTRAP)}"
-    return [*words, *_SSH_OPTIONS, host.address, line]
+    return [*words, *_SSH_OPTIONS, *more, host.address, line]
 
 
 def program(file: str, arguments: dict) -> bytes:
@@ -136,7 +140,7 @@ def ssh_failed(ssh: str, host: Host) -> str:
     return f"ssh to {host.name} failed: does `{ssh} {host.address} python3 -V` work here?"
 
 
-def make_parser(prog: str, text: str, usage: str | None = None) -> argparse.ArgumentParser:
+def make_parser(prog: str, text: str | None, usage: str | None = None) -> argparse.ArgumentParser:
     """Make a parser with the options HOSTS_FILE and --ssh."""
     parser = argparse.ArgumentParser(
         prog, usage, text, allow_abbrev=False, formatter_class=Formatter

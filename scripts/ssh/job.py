@@ -1,13 +1,11 @@
-"""A job on several nodes, from the first connection to the exit code.
+"""A job on several nodes over ssh, from the first connection to the exit code.
 
-This process decides which nodes take part, so there is no rendezvous. An attempt starts the script
-on the nodes that answer. With --elastic (``again``), when a node is lost, the job stops the others,
-and the next attempt resumes from the run's latest snapshot. When a node answers again, the attempt
-ends with a snapshot, and the next one includes that node. Without --elastic all nodes have to
-answer, and there is one attempt.
+This process reaches the nodes, starts a program on each, shows their output, passes signals on and
+ends all nodes together. The program on a node is torchrun (launcher.py) or the doctor. elastic.py
+adds what a job needs that goes on when nodes are lost.
 
-On each node a guard (guard.py) runs the script. This process talks to it through ssh. A subclass
-may use something else (scripts/examples/ray_train.py).
+On each node a guard (guard.py) runs the program, and leaves nothing behind. This process talks to
+it through ssh.
 """
 
 import argparse
@@ -23,23 +21,23 @@ import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any
+from typing import IO, Any
 
 import guard
 import hosts
 from hosts import SSH_FAILED, Host, note
 
-from utils import errors
-from utils.errors import BAD_INPUT, INTERRUPTED, LOST_PEER, UserError
+from utils.start import errors, signals
+from utils.start.errors import BAD_INPUT, INTERRUPTED, LOST_PEER, UserError
 
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 CALL_SECONDS = 30.0  # time for a node to answer
 LOST_SECONDS = 6.0  # time for the others to end after a node failed: no snapshot is possible then
 END_SECONDS = 30.0  # time for the other nodes to end when the first has finished
-JOIN_SECONDS = 20.0  # wait before a restart that includes a node: more may come back
-QUICK_SECONDS, QUICK_FAILURES = 120.0, 5  # this many short attempts in a row end the job
-RETRY_SECONDS = 15.0  # between attempts to reach a lost node
-NOTE_SECONDS = 15.0  # between lines about missing nodes
+PAUSE_SECONDS = 5.0  # a longer pause of this process (SIGSTOP) says nothing about the nodes
+RETRY_SECONDS = 10.0  # between attempts to reach a lost node
 _HELLO, _HEARTBEAT = guard.HELLO.encode(), guard.HEARTBEAT.encode()
+TORCHRUN = "scripts/torchrun.py"
 AWAY, CALLED, READY, BUSY = range(4)  # READY: the guard waits for a job, BUSY: it has one
 
 
@@ -51,16 +49,18 @@ class Node:
         self.colour = 36 - len(job.nodes) % 6  # cyan, magenta, blue, yellow, green, red
         self.failed = False  # whether it has failed since its last answer
         self.next_call = 0.0  # time of the next call; inf: the node is left out
-        self.trusted = False  # it took part in a good attempt, and has not been lost since
+        self.port = 0  # of its end of a tunnel to this machine
+        self.is_new = False  # whether it has joined a job that had begun
+        self.quick = 0  # how often in a row its program has ended soon
         self.enter(AWAY)
 
     def enter(self, state: int) -> None:
         """Set the state, and the time when it began."""
         self.state, self.since = state, time.monotonic()
+        self.answered = self.since  # time of the guard's last heartbeat
         if state in (AWAY, CALLED):
-            self.hello: dict | None = None
+            self.hello: dict[str, Any] = {}
             self.code: int | None = None
-            self.answered = self.since  # time of the guard's last heartbeat
 
     def leave(self, failed: bool) -> None:
         """After the connection ended: call again at once; after a failure, later."""
@@ -71,7 +71,7 @@ class Node:
     def connect(self) -> None:
         """Start a guard. Events: (node, None) when it has started, (node, exit code) at its end."""
         program = hosts.program(guard.__file__, {})
-        self.lock, self.pipe = threading.Lock(), self.job.open(self.host, program)
+        self.lock, self.pipe = threading.Lock(), self.job.open(self, program)
         self.enter(CALLED)
         threading.Thread(target=self._follow, args=(self.pipe,), daemon=True).start()
 
@@ -79,26 +79,29 @@ class Node:
         """Send an order, or answer a heartbeat, if the guard still exists."""
         if self.state != AWAY and self.code is None:
             with suppress(OSError), self.lock:
-                self.pipe.stdin.write(order)
-                self.pipe.stdin.flush()
+                stdin = _open(self.pipe.stdin)
+                stdin.write(order)
+                stdin.flush()
 
-    def _follow(self, pipe: subprocess.Popen) -> None:
-        other = threading.Thread(target=self._read, args=(pipe.stderr, sys.stderr), daemon=True)
+    def _follow(self, pipe: "subprocess.Popen[bytes]") -> None:
+        words = (_open(pipe.stderr), sys.stderr)
+        other = threading.Thread(target=self._read, args=words, daemon=True)
         other.start()
-        self._read(pipe.stdout, sys.stdout)
+        self._read(_open(pipe.stdout), sys.stdout)
         other.join()
         self.job.events.put((self, pipe.wait()))
 
     def _read(self, source: Iterable[bytes], stream: Any) -> None:
         """Handle lines of output: those for this process, and those to show."""
         for line in source:
-            # A heartbeat may follow a line of the script that is not complete yet.
+            # A heartbeat may follow a line of the program that is not complete yet.
             text, heartbeat, moment = line.partition(_HEARTBEAT)
             if heartbeat:
                 self.answered = time.monotonic()
                 self.say(heartbeat + moment)
-            if self.hello is None and line.startswith(_HELLO):
+            if not self.hello and line.startswith(_HELLO):
                 self.hello = json.loads(line[len(_HELLO) :])
+                self.hello["ahead"] = self.hello["time"] - time.time()  # of this clock
                 self.job.events.put((self, None))
             elif text and (self.hello or not self.failed):  # show the reason of a failure once
                 self.job.lines.put((self, text, stream))
@@ -106,70 +109,90 @@ class Node:
     @property
     def lost(self) -> bool:
         """Whether the connection has ended before the guard reported an exit code."""
-        return self.code == SSH_FAILED or self.code < 0
+        return self.code == SSH_FAILED or (self.code or 0) < 0
 
     @property
     def signal(self) -> str:
         """The signal that ended the processes there."""
         with suppress(ValueError):
-            return signal.Signals(self.code - 128).name
+            return signal.Signals((self.code or 0) - 128).name
         return ""
+
+    @property
+    def result(self) -> int:
+        """The exit code; LOST_PEER if the node or its processes were lost."""
+        return LOST_PEER if self.lost or self.signal else self.code or 0
+
+
+def _open(pipe: IO[bytes] | None) -> IO[bytes]:
+    """``pipe``, which is one of those that `Job.open` has asked for."""
+    assert pipe is not None
+    return pipe
 
 
 class Job:
-    """Runs ``command`` on ``machines``; without --elastic, on all of them.
+    """Runs ``command`` on all ``machines``.
 
-    In a subclass, `hosts` may return other hosts at each call, and `open` may replace ssh.
-    ``options``: dir, elastic, env, grace, port, python, ssh. ``mark``: as in `hosts.remote_python`.
+    If it begins with `TORCHRUN`, this adds torchrun's options for the place of the node in the job.
+    Any other program gets its place from environment variables.
+
+    ``options``: dir, env, grace, port, python, ssh. ``mark``: as in `hosts.remote_python`.
     """
-
-    wait_seconds = 600.0  # time for the smallest number of nodes to answer
 
     def __init__(
         self, options: argparse.Namespace, command: list[str], machines: list[Host], mark: str
     ):
-        self.options, self.command, self.machines, self.mark = options, command, machines, mark
-        self.again = options.elastic is not None
-        self.least, self.most = options.elastic or (len(machines), len(machines))
-        self.events: queue.SimpleQueue = queue.SimpleQueue()
+        self.options, self.command, self.mark = options, command, mark
+        self.events: queue.SimpleQueue[tuple[Node, int | None]] = queue.SimpleQueue()
         # The nodes' output. A thread prints it, so that heartbeats do not wait for a slow reader.
-        self.lines: queue.Queue = queue.Queue()
+        self.lines: queue.Queue[tuple[Node, bytes, Any]] = queue.Queue()
         self.nodes: list[Node] = []
-        self.number = 0  # of the current attempt
-        self.quick = 0  # attempts in a row that failed soon
+        for host in machines:
+            self.nodes.append(Node(host, self))
+        self.running: list[Node] = []  # nodes that have been given the program
+        self.failed: Node | None = None  # the first node that failed
+        self.ending = ""  # why the nodes were asked to end
+        self.kill_at = math.inf
         self.signals: list[int] = []  # signals received
-        self.lease_end = 0.0  # until then, a lost node may still write into the run directory
-        self.run_host: Host | None = None  # the host with the run directory; None if it was lost
+        self._handled = 0  # number of signals handled
+        self._stepped = time.monotonic()
 
-    def hosts(self) -> list[Host]:
-        """The hosts that exist now."""
-        return self.machines
+    @property
+    def run_host(self) -> Host | None:
+        """The host with the run directory; None if it was lost."""
+        first = self.running[:1]
+        return first[0].host if first and not first[0].lost else None
 
-    def open(self, host: Host, program: bytes) -> subprocess.Popen:
-        """Start an ssh that runs ``program``, the guard, on a host."""
+    def open(self, node: Node, program: bytes) -> "subprocess.Popen[bytes]":
+        """Start an ssh that runs ``program``, the guard, on a node."""
         # ssh has its own session, so that Ctrl-C at the terminal reaches only this process.
-        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        command = hosts.remote_python(self.options.ssh, host, self.mark)
-        ssh = subprocess.Popen(command, **pipes, start_new_session=True)
+        pipe = subprocess.PIPE
+        command = hosts.remote_python(self.options.ssh, node.host, self.mark, self.tunnel(node))
+        ssh = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+        )
         with suppress(OSError):  # it has ended already
-            ssh.stdin.write(program)
-            ssh.stdin.flush()
+            _open(ssh.stdin).write(program)
+            _open(ssh.stdin).flush()
         return ssh
 
-    def unreachable(self, host: Host) -> str:
-        """Return the error message for a host on which no guard has answered."""
-        return hosts.ssh_failed(self.options.ssh, host)
+    def tunnel(self, node: Node) -> list[str]:
+        """More options for ssh."""
+        return []
 
     def run(self) -> int:
-        """Train until the end. Returns the job's exit code."""
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(signum, lambda number, _: self.signals.append(number))
+        """Run the program until the end. Returns the job's exit code."""
+        signals.handle(lambda number, _: self.signals.append(number), STOPS)
         signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # a suspended launcher would lose its nodes
         threading.Thread(target=self._write, daemon=True).start()
         code = None
         try:
             while code is None:
-                code = self._attempt(self._gather())
+                if node := self._step():
+                    self.ended(node)
+                self.admit()
+                self._obey()
+                code = self.exit_code()
         except UserError as error:
             code = errors.report(error)
         for node in self.nodes:
@@ -190,9 +213,10 @@ class Job:
             self.lines.task_done()
 
     def _step(self) -> Node | None:
-        """Connect, then wait up to 0.5 s for an event. Returns a node whose script has ended."""
-        if not self.signals:
+        """Connect, then wait up to 0.5 s for an event. Returns a node whose program has ended."""
+        if not (self.signals or self.ending):
             self._call()
+        self._check_heartbeats()
         try:
             node, code = self.events.get(timeout=0.5)
         except queue.Empty:
@@ -207,176 +231,163 @@ class Job:
         node.code = code
         if node.state == BUSY:
             return node
-        reason = f"lost the connection to {node.host.name}"
-        reason = reason if node.hello else self.unreachable(node.host)
-        if not self.again:
-            raise UserError(reason)
-        if not node.failed and not self.signals:
-            note(f"{reason}; will keep trying")
-        node.leave(failed=True)
+        failed = hosts.ssh_failed(self.options.ssh, node.host)
+        self.unreached(node, f"lost the connection to {node.host.name}" if node.hello else failed)
         return None
 
     def _call(self) -> None:
         """Connect to each host that is due. Close connections that have brought no answer."""
-        now, there = time.monotonic(), self.hosts()
-        self.nodes = [node for node in self.nodes if node.state != AWAY or node.host in there]
-        known = [node.host for node in self.nodes]
-        self.nodes += [Node(host, self) for host in there if host not in known]
+        now = time.monotonic()
         for node in self.nodes:
             if node.state == AWAY and now >= node.next_call:
                 node.connect()
             elif node.state == CALLED and not node.hello and now - node.since > CALL_SECONDS:
                 node.pipe.terminate()
 
-    def _gather(self) -> list[Node]:
-        """Wait for the nodes of the next attempt. Raises: `UserError` if too few answer."""
-        began, noted = time.monotonic(), time.monotonic() + 1 - NOTE_SECONDS
-        while True:
-            self._step()
-            if self.signals:
-                code = INTERRUPTED if self.number else 128 + self.signals[-1]
-                raise UserError("interrupted while waiting for nodes", code=code)
-            now = time.monotonic()
-            ready = [node for node in self.nodes if node.state == READY]
-            complete = len(ready) == sum(not node.failed for node in self.nodes)
-            if len(ready) >= (self.least if complete else self.most) and now >= self.lease_end:
-                return ready[: self.most]
-            away = [n.host.name for n in self.nodes if n.state != READY and n.next_call < math.inf]
-            names = ", ".join(away) or "more nodes than there are"
-            if now - began > self.wait_seconds and len(ready) < self.least:
-                why = (
-                    f"the job needs {self.least} nodes and has waited {self.wait_seconds:g} s for "
-                )
-                raise UserError(why + names, code=LOST_PEER if self.number else BAD_INPUT)
-            if now - noted > NOTE_SECONDS and len(ready) < self.most:
-                noted, there = now, f"{len(ready)} of at least {self.least} nodes are here"
-                limit = f"{now - began:.0f} s, at most {self.wait_seconds:g}"
-                note(f"waiting for {names}: {there} ({limit})")
+    def _check_heartbeats(self) -> None:
+        """End the connection to a node whose guard is silent; the guard then ends its program."""
+        now = time.monotonic()
+        is_late = now - self._stepped > PAUSE_SECONDS
+        self._stepped = now
+        for node in self.nodes:
+            if is_late:
+                node.answered = now
+            if node.state == BUSY and now - node.answered > guard.SILENCE_SECONDS:
+                node.pipe.kill()
 
-    def _start(self, nodes: list[Node]) -> None:
-        """Start the script on ``nodes``, and show each command. Raises: `UserError`."""
-        first, options = nodes[0], self.options
-        address = first.host.ip
-        address = address or (first.hello["address"] if len(nodes) > 1 else "127.0.0.1")
-        if address is None or (len(nodes) > 1 and address.startswith("127.")):
-            raise UserError(
-                f"{first.host.name} was reached at {address}, where the other nodes cannot reach "
-                "it: write ip=ADDRESS after it in the hosts file"
-            )
-        self.number += 1
-        port = str(options.port or first.hello["port"])
-        place = {"MASTER_ADDR": address, "MASTER_PORT": port, "WORLD_SIZE": str(len(nodes))}
-        if self.again:
-            names = ", ".join(node.host.name for node in nodes)
-            again = "again " if self.number > 1 else ""
-            note(f"training begins {again}on {len(nodes)} of {len(self.nodes)} nodes: {names}")
-            place["IMAGENET_ELASTIC"] = str(self.number)
-        given = dict(options.env or ())
-        for rank, node in enumerate(nodes):
-            environment = place | {"NODE_RANK": str(rank)}
-            slots = [] if node.host.slots is None else ["-g", str(node.host.slots)]
-            command = [*self.command[:1], *slots, *self.command[1:]]
-            shown = [f"{key}={shlex.quote(value)}" for key, value in environment.items()]
-            shown += [f"{key}=***" for key in given]  # values may be secrets; logs keep this line
-            line = f"+ cd {options.dir}; {' '.join(shown)} python {shlex.join(command)}"
-            self.lines.put((node, line.encode(), sys.stdout))
-            # IMAGENET_ALL_UP: node 0 is running, so the pre-flight check need not wait long for it.
-            environment |= {"IMAGENET_ALL_UP": "1"} | given
-            job = {"command": command, "folder": options.dir, "python": options.python}
-            job |= {"environment": environment, "grace": options.grace}
-            node.enter(BUSY)
-            node.answered = node.since
-            node.say(json.dumps(job).encode() + b"\n")
+    # ---- what an elastic job does in another way
 
-    def _attempt(self, nodes: list[Node]) -> int | None:
-        """Train on ``nodes`` until all have ended. Returns the job's exit code, if it has ended."""
-        self._start(nodes)
-        began, kill_at = time.monotonic(), math.inf
-        ending = ""  # why the nodes were asked to end
-        failed: Node | None = None  # the first node that failed
-        handled = 0  # number of signals
-        while any(node.code is None for node in nodes):
-            node, now, orders = self._step(), time.monotonic(), []
-            name = node.host.name if node else ""
-            if node and node.lost and self.again:
-                note(f"lost the connection to {name}; will keep trying")
-            elif node and node.lost:
-                errors.show(
-                    UserError(f"lost the connection to {name}; its guard stops training there")
-                )
-            # A peer may notice a killed process and end before the killed process's own node does.
-            elif (
-                node and node.code and (not ending or (node.signal == "SIGKILL" and now < kill_at))
-            ):
-                killed = f": killed by {node.signal}" if node.signal else ""
-                more = "" if ending else "; stopping the rest"
-                note(f"{name} ended with exit code {node.code}{killed}{more}")
-            if node and node.code and not ending:
-                failed, ending = node, "failed"
-                orders = [b"TERM\n"]
-                if node.code != INTERRUPTED:  # otherwise the others will agree on a snapshot
-                    kill_at = now + LOST_SECONDS
-            elif node is nodes[0] and node.code == 0:
-                ending, kill_at = ending or "done", min(kill_at, now + END_SECONDS)
-            if len(self.signals) > handled:
-                handled, ending = handled + 1, "interrupted"
-                if handled > 1 and self.signals[-1] == signal.SIGINT:
-                    note("ending all nodes at once")
-                    kill_at = now
-                else:
-                    grace = self.options.grace
-                    note(f"asking all nodes to stop with a snapshot within {grace:g} s")
-                    orders = [b"TERM\n"]
-            ready = [node for node in self.nodes if node.state == READY]
-            patient = [node for node in ready if now - node.since > JOIN_SECONDS]
-            if patient and not ending and len(nodes) < self.most:
-                names = ", ".join(node.host.name for node in ready)
-                note(f"stopping with a snapshot, to continue with {names}")
-                ending, orders = "joining", [b"TERM\n"]
-            orders += [b"KILL\n"] if now >= kill_at else []
-            for node in nodes:
-                for order in orders:
-                    node.say(order)
-        return self._decide(nodes, failed, ending == "joining", time.monotonic() - began)
+    def unreached(self, node: Node, reason: str) -> None:
+        """No guard answers on a node that has no program yet. Raises: `UserError`."""
+        raise UserError(reason)
 
-    def _decide(
-        self, nodes: list[Node], failed: Node | None, joining: bool, seconds: float
-    ) -> int | None:
-        """After an attempt, return the job's exit code, or None if another attempt follows."""
-        codes = [LOST_PEER if node.lost or node.signal else node.code for node in nodes]
-        code = codes[nodes.index(failed)] if failed else 0
+    def admit(self) -> None:
+        """Start the program when all nodes have answered."""
+        if self.running:
+            return
+        if self.signals:
+            text = "interrupted while waiting for nodes"
+            raise UserError(text, code=128 + self.signals[-1])
+        if all(node.state == READY for node in self.nodes):
+            self.start(self.nodes)
+
+    def ended(self, node: Node) -> None:
+        """When a node fails, end the others, too."""
+        name = node.host.name
+        if node.lost:
+            text = f"lost the connection to {name}; its guard stops training there"
+            errors.show(UserError(text))
+        # A peer may notice a killed process and end before the killed process's own node does.
+        elif node.code and (
+            not self.ending or (node.signal == "SIGKILL" and time.monotonic() < self.kill_at)
+        ):
+            self.note_end(node, "" if self.ending else "; stopping the rest")
+        if node.code and not self.ending:
+            self.failed = node
+            # After an interruption, the others will agree on a snapshot.
+            self.end("failed", math.inf if node.code == INTERRUPTED else LOST_SECONDS)
+        elif node is self.running[0] and node.code == 0:
+            self.finish()
+
+    def exit_code(self) -> int | None:
+        """Return the job's exit code; None if it has not ended."""
+        if not self.running or any(node.code is None for node in self.running):
+            return None
+        codes = [node.result for node in self.running]
+        if self.signals:
+            return interrupted_code(codes)
+        code = self.failed.result if self.failed else 0
         if code == LOST_PEER and BAD_INPUT in codes:
             code = BAD_INPUT  # the cause: the process that lost its peer only exited first
-        lost = any(node.lost for node in nodes)
-        self.run_host = None if nodes[0].lost else nodes[0].host
-        if nodes[0].lost and self.again and not self.signals:
-            self.lease_end = nodes[0].answered + guard.LEASE_SECONDS
-            if (left := self.lease_end - time.monotonic()) > 0:
-                name = nodes[0].host.name
-                note(f"waiting {left:.0f} s, until nothing runs on {name} any more")
-        for node in nodes:
-            node.leave(failed=node.lost)
-        if self.signals:
-            rest = [one for one in codes if one]
-            return INTERRUPTED if INTERRUPTED in rest else (rest or [0])[0]
-        if not self.again or codes[0] == 0:
-            return 0 if self.again else code or codes[0]
-        if code == BAD_INPUT and not lost:
-            # Bad input ends the job, unless it came from a node that is new in this attempt.
-            new = [node for node in nodes if not node.trusted]
-            if not new or len(new) == len(nodes):
-                return BAD_INPUT
-            for node in new:
-                node.failed, node.next_call = True, math.inf
-            names = ", ".join(node.host.name for node in new)
-            note(f"continuing without {names} (the reason is above)")
-        elif lost or joining:
-            for node in nodes:
-                node.trusted = not node.failed  # a lost node may come back as another machine
-            self.quick = 0
-        else:  # a process failed, or was stopped on its node: try again, but not for ever
-            self.quick = self.quick + 1 if seconds < QUICK_SECONDS else 1
-            if self.quick >= QUICK_FAILURES:
-                why = f"training has failed {self.quick} times in a row soon after start"
-                raise UserError(why, code=code)
-        return None
+        return code or codes[0]
+
+    def rendezvous(self, node: Node, rank: int, nodes: int, master: tuple[str, int]) -> list[str]:
+        """Return torchrun's options for the place of a node in the job."""
+        place = [f"--nnodes={nodes}", f"--node_rank={rank}"]
+        return [*place, f"--master_addr={master[0]}", f"--master_port={master[1]}"]
+
+    def environment(self, rank: int, nodes: int, master: tuple[str, int]) -> dict[str, str]:
+        """Return the variables that give the program its place in the job."""
+        if self.command[0] == TORCHRUN:
+            return {}
+        place = {"MASTER_ADDR": master[0], "MASTER_PORT": str(master[1])}
+        return place | {"WORLD_SIZE": str(nodes), "NODE_RANK": str(rank)}
+
+    # ---- parts of the above
+
+    def start(self, nodes: list[Node]) -> None:
+        """Start the program on ``nodes``, and show each command. Raises: `UserError`."""
+        master = (self.address(nodes[0]), self.options.port or nodes[0].hello["port"])
+        given = dict(self.options.env or ())
+        for rank, node in enumerate(nodes):
+            environment = self.environment(rank, len(nodes), master)
+            words, shown = self.command, ["python", *self.command]
+            if words[0] == TORCHRUN:
+                place = self.rendezvous(node, rank, len(nodes), master)
+                place.append(f"--nproc_per_node={node.host.slots or 'gpu'}")
+                words = [TORCHRUN, *place, *words[1:]]
+                shown = ["torchrun", *words[1:]]
+            variables = [f"{key}={shlex.quote(value)}" for key, value in environment.items()]
+            variables += [f"{key}=***" for key in given]  # may be secrets, and logs keep this line
+            line = " ".join([*variables, shlex.join(shown)])
+            self.lines.put((node, f"+ cd {self.options.dir}; {line}".encode(), sys.stdout))
+            # IMAGENET_ALL_UP: all nodes are running, so the pre-flight check need not wait long.
+            place = f"{rank} {len(nodes)} {master[0]}:{master[1]}"
+            environment |= {"IMAGENET_ALL_UP": place} | given
+            job = {"command": words, "folder": self.options.dir, "python": self.options.python}
+            job |= {"environment": environment, "grace": self.options.grace}
+            node.enter(BUSY)
+            node.say(json.dumps(job).encode() + b"\n")
+        self.running = [*self.running, *nodes]
+
+    def address(self, node: Node) -> str:
+        """Return the address at which other nodes reach a node. Raises: `UserError`."""
+        if len(self.nodes) == 1 and not node.host.ip:
+            return "127.0.0.1"
+        address = node.host.ip or node.hello["address"]
+        if address is None or (len(self.nodes) > 1 and address.startswith("127.")):
+            raise UserError(
+                f"{node.host.name} was reached at {address}, where the other nodes cannot reach "
+                "it: write ip=ADDRESS after it in the hosts file"
+            )
+        return address
+
+    def end(self, why: str, seconds: float) -> None:
+        """Ask all nodes to end, and kill their processes after so many seconds."""
+        self.ending, self.kill_at = why, min(self.kill_at, time.monotonic() + seconds)
+        self.tell(b"TERM\n")
+
+    def finish(self) -> None:
+        """Give the other nodes some time to finish as well."""
+        self.ending = self.ending or "done"
+        self.kill_at = min(self.kill_at, time.monotonic() + END_SECONDS)
+
+    def tell(self, order: bytes) -> None:
+        """Send an order to all nodes."""
+        for node in self.running:
+            node.say(order)
+
+    def note_end(self, node: Node, more: str) -> None:
+        """Print a line about a program that has failed."""
+        killed = f": killed by {node.signal}" if node.signal else ""
+        note(f"{node.host.name} ended with exit code {node.code}{killed}{more}")
+
+    def _obey(self) -> None:
+        """Pass signals on; kill what has not ended in time."""
+        if len(self.signals) > self._handled and self.running:
+            self._handled += 1
+            if self._handled > 1 and self.signals[-1] == signal.SIGINT:
+                note("ending all nodes at once")
+                self.ending, self.kill_at = "interrupted", time.monotonic()
+            else:
+                grace = self.options.grace
+                note(f"asking all nodes to stop with a snapshot within {grace:g} s")
+                self.end("interrupted", math.inf)
+        if time.monotonic() >= self.kill_at:
+            self.tell(b"KILL\n")
+
+
+def interrupted_code(codes: list[int]) -> int:
+    """The exit code of an interrupted job: INTERRUPTED if a node has written a snapshot."""
+    failed = [code for code in codes if code]
+    return INTERRUPTED if INTERRUPTED in failed else (failed or [0])[0]

@@ -1,6 +1,7 @@
-"""Start a script on several nodes over ssh, show their output, and stop them together.
+"""Start torchrun on several nodes over ssh, show their output, and stop them together.
 
-See scripts/train_on_nodes.sh for the command. On each node scripts/ssh/guard.py runs the script.
+See scripts/train_on_nodes.sh for the command. On each node scripts/ssh/guard.py runs
+scripts/torchrun.py.
 """
 
 import argparse
@@ -12,17 +13,19 @@ from pathlib import Path
 
 import hosts
 from hosts import ROOT, Host, note
-from job import Job
+from job import STOPS, TORCHRUN, Job
 
-from utils import errors
-from utils.errors import UserError
-from utils.option_types import non_negative, port, positive, run_name
+from utils.start import errors, signals
+from utils.start.errors import UserError
+from utils.start.option_types import non_negative, port, positive, run_name
 
 HELP = """Train on several nodes from one machine, over ssh.
 
     bash scripts/train_on_nodes.sh HOSTS_FILE --sync --fetch -- imagenet_ddp.py --name my_run DATA
     bash scripts/train_on_nodes.sh HOSTS_FILE --elastic 1:4 -- imagenet_ddp.py --name my_run DATA
 """
+WAIT_SECONDS = 600.0  # for MIN nodes; --dist-timeout of the script replaces it
+ONE_PROCESS = ("imagenet_nd.py", "imagenet_dp.py")
 _NOT_COPIED = (".git", ".venv", "__pycache__", "/runs", "/data", ".*_cache")
 
 
@@ -97,7 +100,7 @@ def check(command: list[str], several: bool, again: bool) -> argparse.Namespace:
     script = command[0]
     if not (ROOT / script).is_file() or "/" in script or not script.startswith("imagenet_"):
         raise UserError(f"{script} is not a training script in {ROOT}")
-    if script in ("imagenet_nd.py", "imagenet_dp.py") and (several or again):
+    if script in ONE_PROCESS and (several or again):
         raise UserError(f"{script} is one process on one node: use imagenet_ddp.py")
     parser = argparse.ArgumentParser(prog=script, add_help=False, allow_abbrev=False)
     parser.add_argument("--name", type=run_name)
@@ -156,12 +159,18 @@ def main() -> int:
             if not options.elastic:
                 raise
             errors.show(error)
-    job = Job(options, command, machines, f"guard:{script.name or ''}")
-    job.wait_seconds = script.dist_timeout or job.wait_seconds
+    if command[0] not in ONE_PROCESS:
+        command.insert(0, TORCHRUN)
+    kind = Job
+    if options.elastic:
+        from elastic import Elastic  # loads torch
+
+        kind = Elastic
+    options.wait = script.dist_timeout or WAIT_SECONDS
+    job = kind(options, command, machines, f"guard:{script.name or ''}")
     code = job.run()
     if options.fetch and job.run_host:
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(signum, signal.SIG_DFL)
+        signals.handle(signal.SIG_DFL, STOPS)
         fetch(options, job.run_host, script)
     return code
 

@@ -2,7 +2,7 @@
 
 It reads the files that utils/epoch.py writes, and calls nvidia-smi if it is installed. With
 HOSTS_FILE, this file is sent to each host, which needs only Python (3.7 or newer). So it does not
-import scripts/choose_torch.py.
+import utils/start/nvidia.py.
 """
 
 from __future__ import annotations

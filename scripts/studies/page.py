@@ -1,25 +1,18 @@
 """Write a study's page in the log book: a table with the rows of published scaling experiments,
-pictures of all runs, a forecast, and the output of nvidia-smi."""
+pictures of all runs, and the output of nvidia-smi."""
 
-import argparse
 import json
 import math
 import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from compare import pictures, runs, table
 from compare.comparison import Comparison
 from compare.runs import Run
+from studies.plan import Study
+from studies.runs import StudyRun
 
-if TYPE_CHECKING:
-    from scaling_study import StudyRun
-
-ROOT = Path(__file__).resolve().parents[2]
 PICTURES = ("overlay", "training_throughput", "scaling", "loss_val_hours", "top1_val_hours", "gpu")
 LEGEND = """\
 - Learning rate: the highest of the run.
@@ -28,7 +21,7 @@ LEGEND = """\
 - Scaling efficiency: epoch time x processes of column 1, divided by this column's product of both.
 - Validation loss, test loss and accuracy: those of best.pt, the model that --best-by chooses."""
 
-Column = list[tuple["StudyRun", Run]]  # the runs on one number of nodes, one per seed
+Column = list[tuple[StudyRun, Run]]  # the runs on one number of nodes, one per seed
 
 
 def rows(columns: dict[str, Column], hours: float | None) -> list[list[str]]:
@@ -41,18 +34,18 @@ def rows(columns: dict[str, Column], hours: float | None) -> list[list[str]]:
     # The factor: 1e-4, rounded to 32 bits, must not become 9.99e-5.
     power = math.floor(math.log10(min(rates) * 1.0001)) if rates else 0
 
-    def process_seconds(one: "StudyRun", run: Run) -> float:
+    def process_seconds(one: StudyRun, run: Run) -> float:
         return (run.epoch_seconds or 0.0) * (run.facts.get("gpus") or one.nodes)
 
     first = next(filter(None, columns.values()), [])
     base = [seconds for pair in first if (seconds := process_seconds(*pair))]
 
-    def epochs(one: "StudyRun", run: Run) -> int | None:
+    def epochs(one: StudyRun, run: Run) -> int | None:
         if hours is None or not (one.is_finished or (run.total_hours or 0.0) >= hours):
             return run.epochs if hours is None else None
         return run.done_within(hours)
 
-    def efficiency(one: "StudyRun", run: Run) -> float | None:
+    def efficiency(one: StudyRun, run: Run) -> float | None:
         own = process_seconds(one, run)
         return statistics.fmean(base) / own if base and own else None
 
@@ -69,7 +62,7 @@ def rows(columns: dict[str, Column], hours: float | None) -> list[list[str]]:
         "Avg Epoch Time (min)": (lambda _, run: runs.ratio(run.epoch_seconds, 60), minutes),
         f"Epoch Num{time}": (epochs, lambda x: f"{x:.3g}" if x % 1 else f"{x:.0f}"),
         "Scaling Efficiency": (efficiency, "{:.2f}".format),
-        "Best Validation Loss": (lambda _, run: run.of_best("Loss"), "{:.4f}".format),
+        "Best Validation Loss": (lambda _, run: run.lowest_loss(), "{:.4f}".format),
         "Test Loss": (lambda _, run: run.last("Loss/test"), "{:.4f}".format),
         "Top1 Test Accuracy": (lambda _, run: run.last("Top1/test"), "{:.2f}%".format),
     }  # fmt: skip
@@ -87,7 +80,7 @@ def rows(columns: dict[str, Column], hours: float | None) -> list[list[str]]:
     return cells
 
 
-def write(args: argparse.Namespace, planned: list["StudyRun"], command: str) -> None:
+def write(args: Study, planned: list[StudyRun], command: str) -> None:
     """Update LOGBOOK/NAME.md and the list of all studies."""
     page, folder = args.logbook / f"{args.name}.md", args.logbook / args.name
     finished = [one for one in planned if one.is_finished]
@@ -108,11 +101,17 @@ def write(args: argparse.Namespace, planned: list["StudyRun"], command: str) -> 
             f"**Simulated: the nodes are processes that share the {os.cpu_count()} cores of one "
             f"machine{links}; their speeds say nothing about a cluster.**"
         )
+    metrics: list[str] = []
     if trained:
         options = [json.loads((one.folder / "options.json").read_text()) for one, _ in trained]
-        target = next((top1 for one in options if (top1 := one.get("desired_acc"))), None)
+        target = next(
+            (top1 for one in options if (top1 := one.get("target_top1") or one.get("desired_acc"))),
+            None,
+        )
         comparison = Comparison([run for _, run in trained], args.hours, target)
         parts.append(comparison.lead())
+        drawn = pictures.draw(comparison, folder, only=PICTURES)
+        metrics = ["## Metrics", comparison.section(page, "", command, drawn.values())]
     parts.append("## Scaling")
     for group in dict.fromkeys(one.group for one in planned):
         columns = {
@@ -123,18 +122,8 @@ def write(args: argparse.Namespace, planned: list["StudyRun"], command: str) -> 
         parts.append(table.markdown_table(["", *columns], rows(columns, args.hours)))
     states = [[one.name, one.state] for one in planned]
     parts += [LEGEND, "## Runs", table.markdown_table(["run", "state"], states)]
-    if trained:
-        drawn = pictures.draw(comparison, folder, only=PICTURES)
-        parts += ["## Metrics", comparison.section(page, "", command, drawn.values())]
-    if len({one.nodes for one in finished}) == len(finished) > 1:
-        words = ["--from", *(str(one.folder) for one in finished)]
-        words += ["--nodes", ",".join(map(str, args.nodes))]
-        words += ["--gpus-per-node", "1"] if args.simulate else []
-        words += [] if args.simulate and not args.link else ["--fit-network"]
-        forecast = [sys.executable, str(ROOT / "scripts/forecast_scaling.py"), *words]
-        done = subprocess.run(forecast, capture_output=True, text=True, check=False)
-        parts += ["## Forecast and measured", table.fence((done.stdout + done.stderr).strip())]
-    for file in (folder / f"{one.name}.nvidia-smi.txt" for one in planned):
+    parts += metrics
+    for file in sorted(file for one in planned for file in folder.glob(f"{one.name}.nvidia-smi*")):
         if text := file.is_file() and file.read_text().strip():
             parts += [f"## {file.name.removesuffix('.txt')}", table.fence(text)]
     table.put(page, "scaling_study", args.name, "\n\n".join(parts))

@@ -5,6 +5,7 @@
 #
 # NOT RUN ON GPUS YET. 208 images per GPU are meant for 16 GB of memory. Look at `GPU utilisation` in
 # the log book: above 95 %, reading images does not slow down training.
+[[ $- == *p* ]] || exec "$BASH" -p "$0" "$@" # without functions that the caller exports
 set -euo pipefail
 [ $# -ge 2 ] || { sed -n '4s/^# *//p' "$0" >&2 && exit 2; }
 exec bash "$(dirname "$0")/../scaling_study.sh" "$1" --name resnet50_o2 --nodes 1,2 \

@@ -15,15 +15,16 @@
 # vit_b_32. The images of 32 pixels are enlarged to 224.
 #
 # NOT RUN ON GPUS YET. The learning rate is a first guess.
+[[ $- == *p* ]] || exec "$BASH" -p "$0" "$@" # without functions that the caller exports
 set -euo pipefail
 [ $# -ge 2 ] || { sed -n '5s/^# *//p' "$0" >&2 && exit 2; }
-scripts=$(cd "$(dirname "$0")/.." && pwd)
-[ -n "${PYTHON:-}${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] || [ ! -x "$scripts/../.venv/bin/python" ] ||
-    export PYTHON=$scripts/../.venv/bin/python
+source "$(dirname "$0")/../environment.sh"
+find_python
+export PYTHON
 model=vit_b_32
-! "${PYTHON:-python3}" -c 'import importlib.util as i; exit(not i.find_spec("timm"))' ||
+! "$PYTHON" -c 'import importlib.util as i; exit(not i.find_spec("timm"))' ||
     model=vit_base_patch32_224
-exec bash "$scripts/scaling_study.sh" "$1" --name vit_cifar10 --nodes 4 -b largest \
+exec bash "$root/scripts/scaling_study.sh" "$1" --name vit_cifar10 --nodes 4 -b largest \
     --vary script=imagenet_ddp.py,imagenet_fsdp.py "${@:3}" -- \
     imagenet_ddp.py -a $model --pretrained --image-size 224 --epochs 26 \
     --optimizer adamw --lr 1e-4 --wd 0.05 --wd-norm 0 --lr-schedule cosine --warmup-epochs 1 "$2"

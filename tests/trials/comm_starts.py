@@ -33,7 +33,7 @@ def train(method: str, seed: int, rank: int, size: int) -> float:
     training = Training(method, world_of(rank, size, size // nodes))
     for layer in list(training.replica.module)[1:]:
         layer.register_full_backward_hook(lambda *_: time.sleep(source.random() * 0.01))
-    training.exchange.start_at(0, 0, 14, 1)
+    training.exchange.start_at(0, 0, 14)
     for step in range(14):
         training.step(step)
     return float(training.weights().double().sum())
@@ -43,7 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--starts", type=int, default=200, metavar="N", help="(%(default)s)")
     starts = parser.parse_args().starts
-    for method in ("fp16", "bf16", "int8", "int4", "powersgd:2"):
+    for method in ("fp16", "bf16", "int8", "int4"):
         for number in range(starts):
             size = 2 + number % 3
             sums = in_processes(size, functools.partial(train, method, number), limit=LIMIT)

@@ -4,10 +4,10 @@
     sudo python tests/trials/faults.py [--only node_killed link_down]
 
 The nodes are simulated (tests/nodes.py; needs root, iproute2, openssh-server and pytest), each with
-one process: two of scripts/elastic_train.sh, 1:2 nodes; for rank0_killed four of
-scripts/train_on_nodes.sh --elastic 1:4. The model costs next to nothing and sleeps 0.1 s per step,
-so that the times are those of detection, rendezvous and start-up. Prints a Markdown table; the log
-of each trial is kept in --output-dir.
+one process: two of scripts/elastic_train.sh, 1:2 nodes; for rank0_killed four, and for ssh_* two
+of scripts/train_on_nodes.sh --elastic, all with the default of --dist-timeout. The model costs next
+to nothing and sleeps 0.1 s per step, so that the times are those of detection, rendezvous and
+start-up. Prints a Markdown table; the log of each trial is kept in --output-dir.
 """
 
 import argparse
@@ -47,7 +47,7 @@ class Trial:
         self.log = open(output_dir / f"{self.name}.log", "w", buffering=1)
         self.jobs: dict[int, Popen] = {}
         self.options = (
-            f"--image-size 32 -j 1 -p 1 --epochs 10000 --dist-timeout 30"
+            f"--image-size 32 -j 1 -p 1 --epochs 10000"
             f" --snapshot-minutes 0.05 --output-dir {output_dir}"
         )
 
@@ -55,6 +55,7 @@ class Trial:
         """Type the command of elastic_train.sh on a node; they meet on the node ``master``."""
         env = {"MASTER_ADDR": self.nodes[master].ip, "DATA": str(self.data), "NPROC": "1"}
         wrapper = f"bash scripts/elastic_train.sh 1 1:2 {self.name} {BATCH} -- {self.options}"
+        wrapper += " --dist-timeout 30"  # nothing else notices a lost node
         self.type(number, wrapper, ENV | env | {"ARCH": "tiny_plain"})
 
     def start_over_ssh(self) -> None:
@@ -65,7 +66,7 @@ class Trial:
             node.start_sshd(**ENV)
         launcher = f"bash scripts/train_on_nodes.sh {hosts} --dir {ROOT} --python {sys.executable}"
         script = f"imagenet_ddp.py -a tiny_plain -b {BATCH} --name {self.name} {self.options}"
-        self.type(0, f"{launcher} --elastic 1:{KILLS + 1} -- {script} {self.data}", {})
+        self.type(0, f"{launcher} --elastic 1:{len(self.nodes) - 1} -- {script} {self.data}", {})
 
     def type(self, number: int, command: str, env: dict[str, str]) -> None:
         """Type a command on a node."""
@@ -82,6 +83,13 @@ class Trial:
             self.lines.append((time.monotonic(), node, text))
             self.log.write(f"{self.lines[-1][0]:.2f} {node}: {text}\n")
         process.wait()
+
+    def worker(self, number: int) -> int:
+        """Process id of the training process on a node."""
+        processes = self.nodes[number].processes()
+        torchrun = {one.pid for one in processes if "/torchrun.py " in one.command}
+        (worker,) = [x for x in processes if x.parent in torchrun and " -u " in x.command]
+        return worker.pid
 
     def wait_for_steps(self, nodes: int, since: float = 0.0) -> float:
         """Wait until training has been under way for a while, after ``since``, on so many nodes.
@@ -113,12 +121,8 @@ class Trial:
 
 
 def worker_killed(trial: Trial) -> None:
-    processes = trial.nodes[1].processes()
-    torchrun = {one.pid for one in processes if "/torchrun.py " in one.command}
-    (worker,) = [x for x in processes if x.parent in torchrun and " -u " in x.command]
-    now = time.monotonic()
-    os.kill(worker.pid, signal.SIGKILL)
-    trial.row("worker killed (-9)", "both nodes start it again", 2, now)
+    os.kill(trial.worker(1), signal.SIGKILL)
+    trial.row("worker killed (-9)", "both nodes start it again", 2, time.monotonic())
 
 
 def node_killed(trial: Trial) -> None:
@@ -178,17 +182,50 @@ def rank0_killed(trial: Trial) -> None:
     trial.row(what, "over ssh, they join", KILLS + 1, now)
 
 
+def ssh_worker_killed(trial: Trial) -> None:
+    os.kill(trial.worker(2), signal.SIGKILL)
+    trial.row("worker killed (-9)", "over ssh, both nodes start it again", 2, time.monotonic())
+
+
+def ssh_link_down(trial: Trial) -> None:
+    now = time.monotonic()
+    trial.nodes[2].link(False)
+    time.sleep(LINK_DOWN)
+    trial.nodes[2].link(True)
+    what = "over ssh, both continue"
+    trial.row(f"link down {LINK_DOWN} s", what, 2, now, time.monotonic())
+
+
+def ssh_node_frozen(trial: Trial) -> None:
+    frozen = [one.pid for one in trial.nodes[2].processes()]
+    for pid in frozen:
+        os.kill(pid, signal.SIGSTOP)
+    what = "over ssh, its guard is silent: torchrun is started there again"
+    trial.row("processes frozen (SIGSTOP)", what, 2, time.monotonic())
+
+
+def ssh_launcher_killed(trial: Trial) -> None:
+    now = time.monotonic()
+    (launcher,) = [one.pid for one in trial.nodes[0].processes() if "launcher.py" in one.command]
+    os.kill(launcher, signal.SIGKILL)
+    assert eventually(lambda: not any(node.processes() for node in trial.nodes[1:]), LIMIT)
+    seconds = time.monotonic() - now
+    print(f"| launcher killed (-9) | nothing is left on the nodes | 0 | {seconds:.1f} | 0 |")
+
+
 ALL = (worker_killed, node_killed, node_back_soon, link_down, master_killed, rank0_killed)
+ALL += (ssh_worker_killed, ssh_link_down, ssh_node_frozen, ssh_launcher_killed)
 FAULTS = {fault.__name__: fault for fault in ALL}
 
 
 def try_fault(name: str, output_dir: Path) -> None:
     """Train on several nodes, cause the fault, and print what comes of it."""
+    over_ssh = name == "rank0_killed" or name.startswith("ssh_")
     count = KILLS + 1 if name == "rank0_killed" else 2
-    with tempfile.TemporaryDirectory() as folder, Nodes(count + (count > 2)) as nodes:
+    with tempfile.TemporaryDirectory() as folder, Nodes(count + over_ssh) as nodes:
         data = draw_folder(Path(folder) / "data", train=IMAGES // 3)
         trial = Trial(nodes, name, data, output_dir)
-        if count > 2:
+        if over_ssh:
             trial.start_over_ssh()
         else:
             trial.start(0)

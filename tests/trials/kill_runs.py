@@ -39,7 +39,7 @@ from running import (
     wait_for_group,
 )
 
-from utils import launch
+from utils.start import launch
 
 SCRIPTS = {
     "nd": "imagenet_nd.py -b 10",

@@ -26,8 +26,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from batches import batches_of
 from PIL import Image
 
-from utils.folder import class_folders, open_source
-from utils.samplers import TrainSampler
+from utils.data.opening import class_folders, open_source
+from utils.data.samplers import TrainSampler
 
 CLASSES, BATCH, STEPS = 1000, 50, 400
 

@@ -4,13 +4,15 @@ A test that puts tests/stand_in into PYTHONPATH can ask a script for ``-a tiny_p
 norm and no dropout, so that the gradient of a batch is the mean over its images; for
 ``-a tiny_full``, which has both; or for ``-a tiny_vit`` and ``-a tiny_resnet``, a vision
 transformer for 32 pixels and a ResNet, of blocks that imagenet_fsdp.py shards.
+With SLOW_START_IN=R rank R takes minutes to build its model.
 STEP_SECONDS in the environment makes a forward pass take that long, without using the CPU, so that
 a signal can meet it half-way. With HOLD_AFTER=N the forward pass after N training batches waits
 until the process has met a signal; in rank R alone with HOLD_RANK=R. With SEEN_IMAGES=FOLDER
 each process keeps a file there, <rank>_<start>, with a line for each training batch that it has
 seen: the checksums of its images, which crop and flip make different in each epoch. With
 SEEN_SEEDS=FOLDER it does the same with torch's seeds. In rank R the clock jumps forward by an hour
-in the second training batch with CLOCK_JUMPS_IN=R. With FIRST_BATCH=FILE rank 0 saves the images of
+in the second training batch with CLOCK_JUMPS_IN=R. In rank R a bit of the weights flips in
+the third training batch with FLIP_BIT_IN=R. With FIRST_BATCH=FILE rank 0 saves the images of
 its first training batch there.
 """
 
@@ -59,6 +61,8 @@ class Tiny(nn.Sequential):
             if self.trained == 2 and os.environ.get("CLOCK_JUMPS_IN") == rank:
                 now = time.monotonic
                 time.monotonic = lambda: now() + 3600
+            if self.trained == 3 and os.environ.get("FLIP_BIT_IN") == rank and self.training:
+                self[0].bias.data.view(torch.int32)[5] ^= 1
             time.sleep(seconds)
         return super().forward(images)
 
@@ -110,6 +114,8 @@ def get_pretrained_cfg(name: str) -> SimpleNamespace:
 
 
 def create_model(name: str, pretrained: bool = False, num_classes: int = 1000) -> nn.Module:
+    if os.environ.get("SLOW_START_IN") == os.environ.get("RANK", "0"):
+        time.sleep(600)
     if name == "tiny_vit":
         return VisionTransformer(32, 8, 3, 2, 128, 256, num_classes=num_classes)
     if name == "tiny_resnet":

@@ -1,0 +1,115 @@
+"""--audit: the log of a run, what it proves, and a bit that flips in one rank."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+from conftest import python
+from joined import Job, run_jobs
+from torch import nn
+
+from utils.epoch import weights_checksum
+from utils.run import audit
+
+LINE = ("-a", "tiny_plain", "--image-size", "32", "-j", "1", "--snapshot-minutes", "0")
+
+
+def train(folder, place, *words, script="imagenet_ddp", processes=2, **how):
+    line = (*LINE, *words, "--audit", "--name", "run", "--output-dir", place, folder)
+    return run_jobs([Job(script, line, processes, **how)], place)
+
+
+def audited(place):
+    return python("scripts/audit_run.py", place / "run")
+
+
+def step_by_step(lines):
+    """The same log with one step in each line, however many were between two snapshots."""
+    for line in lines:
+        texts = line.get("taken", [])
+        steps = len(texts[0]) // audit.DIGITS if texts else 0
+        for n in range(steps):
+            part = slice(n * audit.DIGITS, (n + 1) * audit.DIGITS)
+            yield line | {"step": line["step"] + n, "taken": [text[part] for text in texts]}
+        if not texts:
+            yield line
+
+
+def test_stopped_resumed_and_on_other_processes_each_image_counts_once(folder, tmp_path):
+    """60 images in steps of 12: stopped in mid-epoch on 2 processes, then on 3, then on 1."""
+    go = partial(train, folder, tmp_path, "--epochs")
+    go("3", "-b", "6", "--resume", "auto", stop_after=8)
+    go("2", "-b", "2", "--accum-steps", "2", "--resume", "auto", processes=3)
+    go("3", "-b", "12", "--resume", "auto", script="imagenet_nd", processes=1)
+    done = audited(tmp_path)
+    assert done.code == 0, done.out
+    lines = done.out.splitlines()
+    assert lines[:3] == [f"epoch {n}: 5 steps, 60 of 60 images, each once" for n in (1, 2, 3)]
+    assert "processes: 2, then 3, then 1" in done.out
+    assert lines[-1] == "every image was used as promised"
+
+
+def test_steps_after_the_last_snapshot_are_counted_as_repeated(folder, tmp_path):
+    train(folder, tmp_path, "-b", "6", "--epochs", "2")
+    log = tmp_path / "run" / audit.FILE
+    lines = log.read_text().splitlines()
+    # As if it had been killed before the snapshot that follows the second epoch's first step.
+    second = [x for x in lines if "taken" in x and json.loads(x)["epoch"] == 1]
+    again = json.loads(lines[0]) | {"began": [1, 0]}
+    log.write_text("\n".join([*lines, json.dumps(again), *second]) + "\n")
+    done = audited(tmp_path)
+    assert done.code == 0, done.out
+    assert "5 steps were trained again" in done.out
+
+
+@pytest.mark.parametrize("what", ["other image", "gap", "missing epoch", "no log", "not a log"])
+def test_a_broken_promise_is_named(folder, tmp_path, what):
+    train(folder, tmp_path, "-b", "6", "--epochs", "2")
+    log = tmp_path / "run" / audit.FILE
+    lines = list(step_by_step(map(json.loads, log.read_text().splitlines())))
+    taken = [line for line in lines if "taken" in line and line["epoch"] == 1]
+    code, answer = 1, ""
+    if what == "other image":
+        one = taken[-1]
+        one["taken"][1] = "0" * len(one["taken"][1])
+        answer = "process 1 read other images than the order of this seed and epoch"
+    elif what == "gap":
+        lines.remove(taken[1])
+        answer = "epoch 2, step 2 follows epoch 2, step 1"
+    elif what == "missing epoch":
+        lines = [line for line in lines if line.get("epoch") != 1]
+        answer = "2 epochs are finished, but the log ends earlier"
+    log.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    if what == "no log":
+        log.unlink()
+        code, answer = 2, "train with --audit"
+    elif what == "not a log":
+        log.write_text('{"epoch": 1, "taken": 3}\n')
+        code, answer = 2, "line 1: not a line of --audit"
+    done = audited(tmp_path)
+    assert done.code == code, done.out
+    assert answer in (done.err if code == 2 else done.out)
+
+
+def test_a_bit_that_flips_names_its_rank(folder, tmp_path):
+    with pytest.raises(AssertionError) as failed:
+        train(folder, tmp_path, "-b", "6", "--epochs", "2", processes=3, env={"FLIP_BIT_IN": "2"})
+    assert "the weights of rank 2 differ from those of other ranks before step 1 of epoch 2" in str(
+        failed
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_any_bit_of_a_weight_changes_the_checksum(dtype):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).to(dtype)
+    before, bits = weights_checksum(model), 8 * torch.finfo(dtype).bits // 8
+    assert weights_checksum(model) == before
+    kinds = {16: torch.int16, 32: torch.int32, 64: torch.int64}
+    for weight in model.parameters():
+        view = weight.data.view(kinds[bits]).view(-1)
+        for bit in (0, 1, bits // 2, bits - 2):
+            view[-1] ^= 1 << bit
+            assert weights_checksum(model) != before
+            view[-1] ^= 1 << bit

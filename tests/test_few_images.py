@@ -1,0 +1,41 @@
+"""Sets of one, two and three images: ranks without a batch take part in everything."""
+
+import shutil
+
+import pytest
+from conftest import SMALL, draw_folder, summary
+from joined import Job, run_jobs
+
+# Script, processes, images in val and in test, and more options.
+CASES = {
+    "nd_1": ("nd", 1, 1),
+    "dp_2": ("dp", 1, 2),
+    "ddp_1_of_2": ("ddp", 2, 1),
+    "ddp_2_of_4": ("ddp", 4, 2),
+    "fsdp_1_of_2": ("fsdp", 2, 1),
+    "fsdp_3_of_4": ("fsdp", 4, 3),
+    "apex_1_of_2": ("ddp_apex", 2, 1, "--opt-level", "O0"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_sets_smaller_than_a_batch_of_all_ranks_are_trained_resumed_and_evaluated(tmp_path, case):
+    """A class for each image."""
+    script, processes, images, *more = CASES[case]
+    data = draw_folder(tmp_path / "data", train=8, val=1)
+    for number in range(images, 3):
+        for part in ("train", "val"):
+            shutil.rmtree(data / part / f"class_{number}")
+    shutil.copytree(data / "val", data / "test")
+    line = (*SMALL, "-a", "tiny_vit" if script == "fsdp" else "tiny_full", "-b", "2", *more)
+    line += ("--epochs", "2", "--ema", "0.9", "--output-dir", tmp_path, data)
+    train = (*line, "--name", "run", "--resume", "auto")
+    evaluate = (*line, "-e", "--part", "test", "--name", "evaluated")
+    evaluate += ("--resume", tmp_path / "run/best.pt")
+    script = f"imagenet_{script}"
+    jobs = [Job(script, train, processes, stop_after=1), Job(script, train, processes)]
+    run_jobs([*jobs, Job(script, evaluate, processes)], tmp_path)
+    trained, evaluated = summary(tmp_path / "run"), summary(tmp_path / "evaluated")
+    assert (trained["epochs_done"], trained["finished_because"]) == (2, "epochs")
+    assert trained["val_images"] == trained["test_images"] == evaluated["test_images"] == images
+    assert evaluated["test_loss"] == pytest.approx(trained["test_loss"], rel=1e-5)

@@ -1,0 +1,246 @@
+"""A job that hangs ends with one line, which names the process that all others wait for."""
+
+import contextlib
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from running import Process, Running, eventually, free_port, start
+
+from utils.data.being_read import BeingRead
+from utils.start import hang, progress
+from utils.start.errors import LOST_PEER, UserError
+
+LIMIT = 6  # seconds, --dist-timeout
+WRAPPER = ("scripts/torchrun.py", "--standalone", "--nproc_per_node=2")
+STOPPED = "is stopped, by SIGSTOP or a debugger"
+
+
+@contextlib.contextmanager
+def job(
+    folder: Path, runs: Path, *options: object, launcher: tuple = (), **env: str
+) -> Iterator[Running]:
+    """Two processes that train until something ends them."""
+    lasting = ("-a", "tiny_plain", "-b", "5", "--epochs", "10000", "-p", "1", "-j", "2")
+    where = ("--dist-timeout", LIMIT, "--output-dir", runs, "--name", "run", folder)
+    processes = () if launcher or options else ("-g", "2")
+    words = (*processes, *options, *lasting, *where)
+    with start("imagenet_ddp.py", *words, launcher=launcher, **env) as run:
+        yield run
+
+
+def process_of_rank(run: Running, rank: int) -> Process:
+    """The training process; its loader workers have the same environment."""
+    family = run.meet_family()
+    mine = [one for one in family if f"RANK={rank}" in environment_of(one.pid)]
+    (one,) = [one for one in mine if one.parent not in {other.pid for other in mine}]
+    return one
+
+
+def environment_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/environ").read_text().split("\0")
+
+
+def the_line(text: str) -> str:
+    """The only error line of a job's output."""
+    (line,) = [line for line in text.splitlines() if "error" in line]
+    assert "Traceback" not in text
+    return line
+
+
+@pytest.mark.parametrize(("way", "rank"), [("spawn", 0), ("spawn", 1), ("torchrun", 1)])
+def test_a_frozen_rank_is_named_when_the_time_is_over(folder, tmp_path, way, rank):
+    launcher = WRAPPER if way == "torchrun" else ()
+    with job(folder, tmp_path, launcher=launcher, STEP_SECONDS="0.05") as run:
+        run.until(r"Epoch 2/10000 step +3/")
+        victim = process_of_rank(run, rank).pid
+        os.kill(victim, signal.SIGSTOP)
+        began = time.monotonic()
+        assert eventually(lambda: "error" in run.said())
+        took = time.monotonic() - began
+        result = run.result()  # torchrun waits 30 s for the process that is stopped
+    assert result.code == LOST_PEER
+    line = the_line(result.err)
+    assert line.startswith(f"error: rank {rank} of 2 on ")
+    for words in (
+        "has shown no sign of life for ",
+        f"its process {victim} {STOPPED}; rank {1 - rank} waits for it ",
+        " of epoch ",
+        f"(--dist-timeout {LIMIT} s)",
+        "--resume auto",
+    ):
+        assert words in line
+    assert took < 4 * LIMIT, "a frozen process is found when --dist-timeout is over"
+
+
+@pytest.mark.parametrize(
+    ("steps", "where"), [(3, "in step 4 of epoch 1"), (6, "while evaluating (epoch 1)")]
+)
+def test_a_rank_that_hangs_in_a_function_is_named_with_it(folder, tmp_path, steps, where):
+    """Each node has a launcher of its own: the process that hangs has to end by itself."""
+    with contextlib.ExitStack() as stack:
+        port, env = free_port(), {"HOLD_RANK": "1", "HOLD_AFTER": str(steps)}
+        address = ("-g", "1", "-n", "2", "--dist-url", f"tcp://127.0.0.1:{port}")
+        runs = [
+            stack.enter_context(job(folder, tmp_path, *address, "-nr", rank, **env))
+            for rank in range(2)
+        ]
+        results = [run.result() for run in runs]
+    for result in results:
+        assert result.code == LOST_PEER, result.err
+        line = the_line(result.err)
+        assert re.search(r"rank 1 of 2 on \S+ \(node 1\) has made no progress for \d+ s ", line)
+        assert f" s {where}: it is in wait_for_a_signal (tests/stand_in/timm/__ini" in line
+        assert "; rank 0 waits for it" in line
+
+
+def test_a_loader_worker_that_hangs_is_named(folder, tmp_path):
+    with job(folder, tmp_path, STEP_SECONDS="0.05") as run:
+        run.until(r"Epoch 1/10000 step +3/")
+        trainer = process_of_rank(run, 1)
+        workers = [one for one in run.meet_family() if one.parent == trainer.pid]
+        for worker in workers:
+            os.kill(worker.pid, signal.SIGSTOP)
+        result = run.result()
+    assert result.code == LOST_PEER
+    pattern = rf"rank 1 .* it waits for images; loader worker (\d+) {STOPPED}; rank 0 waits for it"
+    found = re.search(pattern, the_line(result.err))
+    assert found, result.err
+    assert int(found[1]) in [worker.pid for worker in workers]
+
+
+def test_the_image_that_a_worker_reads_is_named():
+    images = BeingRead(2)
+    for worker in range(2):  # as in a worker, which is told its number
+        images.row = 2 * worker
+        images.cells[images.row] = os.getppid()
+    images.note(5)
+    assert images.describe("image {}".format) == f"loader worker {os.getppid()} is reading image 5"
+    with images.batch():
+        images.note(7)
+        assert images.describe("image {}".format) == "it is reading image 7"
+    images.row = 2
+    images.note(-1)
+    assert images.describe(str) == "no loader worker is reading"
+
+
+# ---- the rules, with a clock and a store of their own
+
+
+class Job:
+    """Watchdogs without threads in place of processes; the time passes on demand."""
+
+    def __init__(self, monkeypatch, size: int, limit: float = 12.0):
+        self.now, self.texts, self.errors = 0.0, {}, []
+        monkeypatch.setattr(hang.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(threading.Thread, "start", lambda _: None)
+        monkeypatch.setattr(hang, "main", progress.Progress(phase=progress.TRAINING))
+        self.started = [[7, 3] for _ in range(size)]
+        self.dogs = []
+        for rank in range(size):
+            place = hang.Place(rank, size, f"node{rank}", 2**22 + rank, True)
+            counts = self.started[rank]
+            dog = hang.Watchdog(
+                self, place, lambda counts=counts: tuple(counts), limit, self.errors.append
+            )
+            self.dogs.append(dog)
+
+    def set(self, key: str, value: str) -> None:
+        self.texts[key] = value.encode()
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.texts[key] for key in keys]
+
+    def pass_time(self, seconds: float, frozen: tuple[int, ...] = ()) -> None:
+        for _ in range(round(seconds)):
+            self.now += 1.0
+            alive = [dog for rank, dog in enumerate(self.dogs) if rank not in frozen]
+            for dog in alive:
+                dog.share()
+            self.errors += [str(error) for dog in alive if (error := dog.judge())]
+
+
+def test_the_ranks_that_wait_are_listed_and_the_one_behind_is_named(monkeypatch):
+    trial = Job(monkeypatch, 4)
+    trial.pass_time(5)
+    for rank in (0, 2, 3):  # they have started another all-reduce
+        trial.started[rank][0] = 8
+    trial.pass_time(12)
+    assert not trial.errors
+    expected = (
+        r"rank 1 of 4 on node1 has made no progress for 1[6-9] s in step 1 of epoch 1: it is "
+    )
+    expected += r"in .*; ranks 0, 2, 3 wait for it \("
+    assert all(re.match(expected, dog.explain() or "") for dog in trial.dogs)
+    trial.pass_time(2)
+    assert len(trial.errors) >= 3
+    assert all(re.match(expected, line) for line in trial.errors)
+
+
+def test_slow_and_equal_ranks_are_no_hang(monkeypatch):
+    """All compile for longer than the limit; then one starts an all-reduce before the others."""
+    trial = Job(monkeypatch, 2)
+    trial.pass_time(40)
+    trial.started[0][0] = 8
+    trial.pass_time(11)
+    trial.started[1][0] = 8
+    trial.pass_time(40)
+    assert not trial.errors
+    assert [dog.explain() for dog in trial.dogs] == [None, None]
+
+
+def test_ranks_that_disagree_about_the_order_of_collectives_are_not_accused(monkeypatch):
+    trial = Job(monkeypatch, 2)
+    trial.started[0][0], trial.started[1][1] = 8, 4
+    trial.pass_time(30)
+    assert not trial.errors
+
+
+def test_a_frozen_rank_is_named_by_the_others(monkeypatch):
+    trial = Job(monkeypatch, 3)
+    trial.pass_time(5)
+    for rank in (0, 1):
+        trial.started[rank][0] = 8
+    trial.pass_time(14, frozen=(2,))
+    assert {line.split(" of ")[0] for line in trial.errors} == {"rank 2"}
+    assert "no sign of life" in trial.errors[0]
+    assert "its machine or the link to it is down; ranks 0, 1 wait for it" in trial.errors[0]
+
+
+def test_a_job_that_was_suspended_goes_on(monkeypatch):
+    trial = Job(monkeypatch, 2)
+    trial.started[0][0] = 8
+    trial.pass_time(6)
+    trial.now += 3600
+    trial.pass_time(8)
+    assert not trial.errors
+    assert trial.dogs[0].explain() is None or "no sign" not in trial.dogs[0].explain()
+
+
+def test_the_store_of_rank_0_that_does_not_answer_accuses_rank_0(monkeypatch):
+    trial = Job(monkeypatch, 2)
+    trial.pass_time(2)
+    trial.started[1][0] = 8
+
+    def gone(_: list[str]) -> list[bytes]:
+        raise RuntimeError("timed out")
+
+    monkeypatch.setattr(trial, "multi_get", gone)
+    trial.pass_time(14, frozen=(0,))
+    (line,) = trial.errors
+    assert line.startswith("rank 0 of 2 on node0 has shown no sign of life for ")
+
+
+def test_the_error_ends_the_process_as_a_lost_peer_does(monkeypatch):
+    trial = Job(monkeypatch, 2)
+    trial.started[0][0] = 8
+    trial.pass_time(13)
+    trial.now += 1
+    error = trial.dogs[0].judge()
+    assert isinstance(error, UserError)
+    assert (error.code, error.on_every_rank) == (LOST_PEER, True)

@@ -1,0 +1,122 @@
+"""What a run has used: GPU-hours, energy by a simulated sensor, the model's share of the peak."""
+
+import json
+from contextlib import closing
+
+import pytest
+import torch
+from compare import comparison, runs
+from conftest import summary, train
+from test_monitor import GPU, monitor
+
+from utils.model import flops
+from utils.run import ledger
+from utils.run.ledger import EnergyMeter, Entry, Ledger
+from utils.start.world import World
+
+
+class Clock:
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def test_energy_is_power_over_time(monkeypatch):
+    """200 W for 10 s, then up to 400 W within 5 s. Without a sensor there is none, not zero."""
+    clock = Clock()
+    monkeypatch.setattr(ledger, "time", clock)
+    meter = EnergyMeter()
+    assert meter.joules is None
+    for seconds, watts in ((0, 200), (4, 200), (6, 200), (5, 400)):
+        clock.now += seconds
+        meter.add(watts)
+    assert meter.joules == 10 * 200 + 5 * 300
+
+
+def test_energy_of_all_ranks(monkeypatch):
+    """That of the last epoch's end, and since then so much for each rank as for this one."""
+    clock = Clock()
+    monkeypatch.setattr(ledger, "time", clock)
+    monkeypatch.setattr(torch.cuda, "power_draw", lambda _: 100_000)
+    for name in ("utilization", "temperature", "device_memory_used", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: 1)
+    monkeypatch.setattr("utils.monitor.SECONDS", 1e6)
+    monkeypatch.setattr("utils.monitor.gather", lambda mine, _: [mine, (*mine[:-1], 5000.0)])
+    with closing(monitor(World(GPU, size=1))) as one:
+        one.world = World(GPU, size=2)
+        one.sample()
+        clock.now = 10.0
+        one.end_epoch()
+        assert one.joules() == 10 * 100 + 5000
+        clock.now = 13.0
+        one.sample()
+        assert one.joules() == 10 * 100 + 5000 + 2 * 300
+        one.joules_of_all = [1.0, None]
+        assert one.joules() is None
+
+
+def test_all_starts_of_a_run_count(tmp_path, monkeypatch):
+    monkeypatch.setattr(ledger, "process_seconds", lambda: 1800.0)
+    file = tmp_path / ledger.FILE
+    Ledger(file, Entry(nodes=2, gpus=8)).write(images=1000, joules=3.6e6)  # is then killed
+    second = Ledger(file, Entry(nodes=1, gpus=4))
+    second.write(images=1, joules=1.0)
+    second.write(images=800, joules=0.9e6)
+    assert second.totals() == pytest.approx(
+        {
+            "node_hours": 1.5,
+            "gpu_hours": 6.0,
+            "energy_kwh": 1.25,
+            "images_per_joule": 1800 / 4.5e6,
+        }
+    )
+    without_sensor = Ledger(file, Entry(nodes=1, gpus=4))
+    without_sensor.write(images=5, joules=None)
+    assert without_sensor.totals().keys() == {"node_hours", "gpu_hours"}
+
+
+def test_a_damaged_ledger_is_no_error(tmp_path, logged):
+    file = tmp_path / ledger.FILE
+    file.write_text("[{")
+    one = Ledger(file, Entry(nodes=1, gpus=0))
+    one.write(images=3, joules=None)
+    assert "cannot be read" in logged[0]
+    assert len(json.loads(file.read_text())) == 1
+
+
+def test_a_run_on_a_cpu_has_hours_but_no_energy(folder, tmp_path):
+    options = ("-a", "tiny_plain", "-b", "10", "--output-dir", tmp_path, "--name", "run")
+    for epochs in (1, 3):
+        train("imagenet_nd.py", *options, "--epochs", epochs, "--resume", "auto", folder)
+    facts = summary(tmp_path / "run")
+    assert facts["node_hours"] > 0
+    assert not {"gpu_hours", "energy_kwh", "images_per_joule", "mfu"} & facts.keys()
+    starts = json.loads((tmp_path / "run" / ledger.FILE).read_text())
+    assert [(one["images"], one["gpus"], one["joules"]) for one in starts] == [
+        (60, 0, None),
+        (120, 0, None),
+    ]
+
+
+def test_the_models_share_of_the_peak():
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.Flatten())
+    operations = flops.of_image(model, torch.zeros(1, 3, 10, 10))
+    assert operations == 2 * 8 * 3 * 9 * 100
+    assert model.training
+    assert flops.peak("Tesla T4", "fp16") == 65e12
+    assert flops.peak("NVIDIA H100 80GB HBM3", "fp32") == 494e12
+    assert flops.peak("Tesla V100-SXM2-16GB", "bf16") == 125e12
+    assert flops.peak("GeForce", "fp16") is None
+    assert flops.utilisation(4e9, 1000.0, 4, 100e12) == pytest.approx(0.03)
+
+
+def test_a_comparison_shows_what_runs_have_used(tmp_path):
+    used = {"node_hours": 3.0, "gpu_hours": 6.0, "energy_kwh": 1.5, "mfu": 0.25, "arch": "a"}
+    (tmp_path / "summary.json").write_text(json.dumps(used))
+    run = runs.Run(tmp_path, "one", facts=runs._ledger(tmp_path), hours={1: 0.5})
+    values = comparison.Comparison([run], price=2.0).values
+    expected = {"gpu_hours": [6.0], "energy_kwh": [1.5], "mfu": [0.25], "cost": [6.0]}
+    assert {key: values[key] for key in expected} == expected
+    (tmp_path / "summary.json").write_text("{")
+    assert runs._ledger(tmp_path) == {}

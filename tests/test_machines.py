@@ -1,0 +1,65 @@
+"""Ordinary machines and shells: no home, few files, a terminal without UTF-8, other work."""
+
+import os
+import tempfile
+
+import pytest
+from conftest import ROOT, SMALL, STAND_IN, draw_folder, python, shell
+
+LINE = " ".join(("-a tiny_plain", *SMALL[2:4], "-b 5 --epochs 1"))
+TRAINING = sorted(path.name for path in ROOT.glob("imagenet_*.py"))
+
+
+@pytest.mark.parametrize("script", [*TRAINING, "scripts/bench_step.py", "scripts/model_results.py"])
+def test_threads_of_openmp_sleep_at_barriers(script, folder, tmp_path):
+    """Threads that spin take the cores of the loader workers. OpenMP reads it with torch."""
+    (tmp_path / "torch").mkdir()
+    lines = "import os", "raise SystemExit('policy: ' + os.environ.get('OMP_WAIT_POLICY', ''))"
+    (tmp_path / "torch/__init__.py").write_text("\n".join(lines))
+    (done,) = shell(f"python {script} {folder}", PYTHONPATH=str(tmp_path))
+    assert done.err == "policy: passive\n", done
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_a_user_without_home_and_name_leaves_no_folder_in_the_working_directory():
+    """As in ``docker run --user 12345``."""
+    code = "import getpass, os; from utils.start import launch; os.setuid(12345); launch.prepare()"
+    code += (
+        "; print(os.path.expanduser('~'), getpass.getuser(), os.stat(os.environ['HOME']).st_uid)"
+    )
+    unset = "unset HOME USER LOGNAME LNAME USERNAME"
+    with tempfile.TemporaryDirectory() as here:  # pytest's folders are closed to other users
+        os.chmod(here, 0o777)
+        for _ in range(2):  # the second one finds the folder of the first
+            line = f'{unset}; cd {here}; exec python -c "{code}"'
+            (done,) = shell(line, PYTHONPATH=str(ROOT), TMPDIR=here)
+            assert done.out == f"{here}/home_12345 uid12345 12345\n", done
+        assert os.listdir(here) == ["home_12345"]
+
+
+def test_few_open_files_are_raised_to_the_hard_limit_and_named_where_that_is_too_low(
+    folder, tmp_path
+):
+    """16 workers in training and 16 in the first evaluation need more than 70 files."""
+    line = f"python imagenet_nd.py {LINE} -j 16 --output-dir {tmp_path} --name"
+    raised, low = shell(
+        f"ulimit -Sn 70; exec {line} raised {folder}",
+        f"ulimit -n 70; exec {line} low {folder}",
+        PYTHONPATH=STAND_IN,
+    )
+    assert raised.code == 0, raised.err
+    low.fails_with("too many open files", "ulimit -n")
+
+
+@pytest.mark.parametrize("shell_of", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C"}, {}])
+def test_names_that_the_terminal_cannot_show_end_no_training(tmp_path, shell_of):
+    data = draw_folder(tmp_path / "données", train=6, val=2)
+    strange = os.fsencode(data / "val/class_0") + b"/\xff\xe4.JPEG"
+    with open(strange, "w") as file:
+        file.write("not an image")
+    name = "modèle_日本"
+    words = (*LINE.split(), "-j", "1", "--max-bad-files", "5", "--name", name)
+    done = python("imagenet_ddp.py", *words, "--output-dir", tmp_path / "läufe", data, **shell_of)
+    assert done.code == 0, done
+    log = (tmp_path / "läufe" / name / "train.log").read_text("utf-8")
+    assert "JPEG" in log and "Traceback" not in done.err

@@ -1,0 +1,295 @@
+"""The parts of a step, read late; GPU and CPU; printed lines; what limits a run."""
+
+import math
+import re
+import signal
+import threading
+from contextlib import closing
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import scalars, summary, train
+from joined import in_processes, start
+from running import eventually
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from utils import advice, slowdown
+from utils.monitor import Monitor, StepTimer, StepTimes
+from utils.start.errors import INTERRUPTED
+from utils.start.world import World
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+class Marks:
+    """Counts the marks of a timer, one a second; the device has passed those up to ``passed``."""
+
+    def __init__(self, timer: StepTimer):
+        self.number, self.passed, timer.mark = 0, 10**6, self.next
+
+    def next(self):
+        self.number += 1
+        return self.at(self.number)
+
+    def at(self, number):
+        def milliseconds(end):
+            assert max(number, end.number) <= self.passed, "read before it passed"
+            return 1000 * (end.number - number)
+
+        return SimpleNamespace(
+            number=number, query=lambda: number <= self.passed, elapsed_time=milliseconds
+        )
+
+
+@pytest.fixture
+def timer():
+    return StepTimer(nn.Linear(1, 1), CPU, distributed=False)
+
+
+def test_nothing_is_read_before_the_device_has_passed_it(timer):
+    marks = Marks(timer)
+    timer.start()  # mark 1
+    marks.passed = 0
+    for _ in range(3):  # marks 2 3 4, 5 6 7, 8 9 10
+        timer.begin()
+        timer.end(update=True)
+        timer.wait()
+    assert timer.total.steps == 0
+    marks.passed = 6
+    timer.begin()  # 11
+    timer.end(update=True)  # 12
+    assert (timer.total.steps, timer.recent()["compute"]) == (2, 1)
+    marks.passed = 99
+    assert timer.stop()["data"] == 1
+    assert (timer.total.steps, timer.recent()["compute"]) == (4, 1)
+    timer.begin()  # evaluation, say: nobody asked
+    timer.end(update=True)
+    timer.stop()
+    assert timer.total.steps == 4
+    timer.start()
+    assert timer.stop() == {}
+
+
+def test_parts_add_up_and_printing_is_no_part(timer):
+    marks = Marks(timer)
+    timer.start()  # 1
+    marks.number = 10
+    timer.begin()  # 11: 10 s for data
+    marks.number = 20
+    timer.end(update=False)  # 21: 10 s of compute
+    timer.begin()  # 22: 1 s for data
+    marks.number = 30
+    timer.now.append(("communication", marks.at(24), marks.at(28)))  # 4 s for other processes
+    timer.end(update=True)  # 31: 9 s
+    marks.number = 1000  # a line is printed
+    timer.wait()  # 1001
+    timer.begin()  # 1002
+    timer.end(update=True)  # 1003
+    assert timer.stop() == {"data": 6, "compute": 8, "communication": 2}
+    assert timer.total == StepTimes(2, {"data": 12, "compute": 16, "communication": 4})
+
+
+def test_the_marks_stand_around_the_wait_for_buckets(process_group):
+    def reduce_late(state, bucket):
+        """An all-reduce that ends only after local backward: when its mark is there."""
+        future = torch.futures.Future()
+        now = timer.now
+
+        def finish():
+            seen.append(eventually(lambda: now[-1][0] == "own", 20))
+            future.set_result(bucket.buffer())
+
+        threading.Thread(target=finish).start()
+        return future
+
+    model, seen = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), []
+    replica = DistributedDataParallel(model)
+    timer = StepTimer(model, CPU, distributed=True)
+    replica.register_comm_hook(None, reduce_late)
+    timer.start()
+    for images in torch.ones(3, 2, 8):
+        timer.begin()
+        replica(images).sum().backward()
+        data, own, wait = timer.now
+        assert (data[0], own[0], wait[0]) == ("data", "own", "communication")
+        assert data[2] == own[1] <= own[2] == wait[1] <= wait[2]
+        timer.end(update=True)
+    assert seen == [True] * 3
+    assert timer.stop()["communication"] > 0
+    assert timer.total.steps == 3
+
+
+# ---- in a run
+
+
+def test_curves_summary_and_trace_of_two_processes(folder, tmp_path):
+    """Two epochs of six steps of 10 images, with --profile."""
+    options = ("-a", "tiny_full", "-b", "5", "--epochs", "2", "-p", "2", "--profile")
+    place = ("--output-dir", tmp_path, "--name", "x")
+    done = train("imagenet_ddp.py", folder, *options, *place, processes=2)
+    assert "ERROR" not in done.err
+    points, results = scalars(tmp_path / "x"), summary(tmp_path / "x")
+    for part in ("data", "compute", "communication"):
+        values = [value for _, value in points[f"Step/{part}_s"]]
+        assert (len(values), min(values) > 0, results[f"{part}_s"] > 0) == (6, True, True)
+        assert [x for x, _ in points[f"Time/{part}"]] == [1, 2]
+    for part, images in (("train", 10), ("val", 21 / 3)):
+        rates, seconds = points[f"Throughput/{part}"], points[f"Time/{part}"]
+        for (_, rate), (_, step) in zip(rates, seconds, strict=True):
+            assert rate * step == pytest.approx(images, rel=1e-3)
+    assert [x for x, _ in points["CPU/utilisation_rank1"]] == [1, 2]
+    assert 0 < results["hardware"]["CPU/memory_gb_rank0"] < 8
+    assert 0 <= results["hardware"]["CPU/utilisation_rank1"] <= 100
+    (trace,) = (tmp_path / "x").glob("*.pt.trace.json")
+    # Each epoch has six steps: the fifth and later of the run are in it, across the epochs' border.
+    steps = set(re.findall(r'"ProfilerStep#(\d+)"', trace.read_text()))
+    assert steps == set("4567")
+
+
+def rank(data=0.02, own=0.3, compute=0.3, communication=0.01):
+    return {"data": data, "own": own, "compute": compute, "communication": communication}
+
+
+LINK = slowdown.Exchange(mb=548.0, seconds=0.72)
+BEHIND = "and all ranks wait for it"
+REASONS = {
+    "nothing is wrong": ([rank(), rank()], LINK, []),
+    "one waits for images": (
+        [rank(), rank(), rank(), rank(data=0.21)],
+        LINK,
+        ["rank 3 waits for its images for 0.21 of the 0.33 s", "median rank 0.02 s", BEHIND],
+    ),
+    "one computes for longer": (
+        [rank(communication=0.3), rank(own=0.6, compute=0.6), rank(communication=0.3)],
+        LINK,
+        ["rank 1 computes for 0.6 of the 0.62 s", "median rank 0.3 s", BEHIND],
+    ),
+    "a slow network": (
+        [rank(communication=0.58)] * 2,
+        LINK,
+        ["548 MB per step take 0.72 s at 6.09 Gbit/s", "0.58 of the 0.9 s", "saves about 0.36 s"],
+    ),
+    "a slow network after compression": (
+        [rank(communication=0.2)] * 2,
+        slowdown.Exchange(548.0, 0.36, "fp16"),
+        ["sent as fp16, take 0.36 s at 6.09 Gbit/s", "What helps: a larger -b"],
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_the_reason_for_a_slow_step_is_named_with_numbers(reason):
+    times, exchange, words = REASONS[reason]
+    said = slowdown.explain(times, exchange)
+    assert bool(said) == bool(words)
+    assert not [one for one in words if one not in said], said
+
+
+def exchange(rank, size):
+    model = torch.nn.Linear(1000, 250)
+    world = SimpleNamespace(device=torch.device("cpu"), control=torch.distributed.group.WORLD)
+    args, state = SimpleNamespace(comm="int8"), SimpleNamespace(model=model)
+    made = slowdown.time_exchange(SimpleNamespace(args=args, state=state, world=world))
+    return made.mb, made.seconds
+
+
+def test_processes_measure_the_exchange_of_their_gradients():
+    for mb, seconds in in_processes(2, exchange):
+        assert mb == pytest.approx(1.001)
+        assert 0 < seconds < 30
+
+
+@pytest.mark.parametrize(("steps", "seconds"), [(1, 60.0), (500, 5.0), (60, 25.0)])
+def test_few_steps_or_seconds_are_no_reason_for_advice(steps, seconds):
+    """They are the start of the workers."""
+    measured = StepTimes(steps, {"data": 0.8 * seconds, "compute": 0.2 * seconds})
+    assert advice.is_enough(measured) == (steps == 60)
+
+
+# ---- GPU and CPU
+
+
+def test_an_epochs_values_are_means_of_the_sensors_that_there_are(logged, monkeypatch):
+    """And the most memory. Of few samples there is no median."""
+    values = []
+
+    def value(factor):
+        """No samples but those that are asked for; at first none, as without NVML."""
+        assert threading.current_thread() is threading.main_thread()
+        return factor * values[0]
+
+    monkeypatch.setattr(torch.cuda, "utilization", lambda _: value(1))
+    monkeypatch.setattr(torch.cuda, "device_memory_used", lambda _: value(2**30))
+    monkeypatch.setattr(torch.cuda, "power_draw", lambda _: value(1) and 1000 * values.pop(0))
+    monkeypatch.setattr(torch.cuda, "temperature", lambda _: 1 / 0)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 0)
+    with closing(monitor(World(GPU))) as one:
+        assert logged == ["GPU utilisation is not recorded: pip install nvidia-ml-py"]
+        Marks(one)
+        for samples, busy in ((2, math.inf), (40, 50.0)):
+            values = [1.0, *[20.0, 80.0, 50.0] * samples]
+            list(one.timed([]))  # forgets the 1
+            for _ in range(3 * samples - 1):
+                one.sample()
+            measured = one.end_epoch()
+            expected = {"GPU/utilisation_rank0": 50.0, "GPU/power_w_rank0": 50.0, "busy": busy}
+            assert measured | expected | {"GPU/memory_gb_rank0": 80.0} == measured
+            assert "GPU/temperature_c_rank0" not in measured
+    assert one.thread not in threading.enumerate()
+
+
+def monitor(world):
+    """Of a model of one weight."""
+    model = nn.Linear(1, 1)
+    return Monitor(model, torch.optim.SGD(model.parameters()), world)
+
+
+def _epoch(rank, size):
+    """What a step records whose compute takes 1 s in rank 0 and 11 s in rank 1."""
+    with closing(monitor(World(CPU, rank=rank, size=size))) as one:
+        marks = Marks(one)
+        for _ in one.timed([SimpleNamespace(ends_step=True)]):
+            marks.number += 10 * rank
+            one.end(True)
+        return one.end_epoch()
+
+
+def test_the_parts_of_a_step_are_means_over_processes():
+    for record in in_processes(2, _epoch):
+        assert [record[f"Time/{part}"] for part in ("data", "compute")] == [1, 6]
+
+
+# ---- printed lines
+
+
+def test_lines_and_curves_of_a_run(folder, tmp_path):
+    """The first step has a line as well; the next line includes it, and curves leave it out."""
+    options = ("-a", "tiny_full", "-b", "10", "-p", "4", "--epochs", "2", "--name", "run")
+    done = train("imagenet_nd.py", *options, "--output-dir", tmp_path, folder)
+    lines = re.findall(r"^Epoch (\d)/2 step +(\d)/6  loss (\S+)", done.out, re.MULTILINE)
+    shown = [(int(epoch), int(step)) for epoch, step, _ in lines]
+    assert shown == [(1, 1), (1, 4), (1, 6), (2, 4), (2, 6)]
+    points = scalars(tmp_path / "run")
+    curve = [loss for _, loss in points["Step/loss"]]
+    assert [x for x, _ in points["Step/loss"]] == [667, 1000, 1667, 2000]
+    assert curve == pytest.approx([float(loss) for _, _, loss in lines[1:]], rel=1e-3)
+    means = [(4 * a + 2 * b) / 6 for a, b in (curve[:2], curve[2:])]
+    assert means == pytest.approx([loss for _, loss in points["Loss/train"]], rel=1e-5)
+
+
+def test_the_first_step_after_a_stopped_evaluation_counts_as_the_first(folder, tmp_path):
+    """It has a line and a picture, as the process trained no step of the epoch before."""
+    options = ("-a", "tiny_full", "-b", "10", "-p", "4", "--epochs", "2", "--name", "run")
+    words = (*options, "--output-dir", tmp_path, folder)
+    with start("imagenet_nd.py", *words, HOLD_AFTER="6") as held:
+        held.until("waiting for a signal")
+        held.send(signal.SIGTERM)
+        assert held.result().code == INTERRUPTED
+    done = train("imagenet_nd.py", *words, "--resume", "auto")
+    assert "resumed from" in done.out and "epoch 1, step 6" in done.out
+    assert re.findall(r"^Epoch 2/2 step +(\d)/6", done.out, re.MULTILINE) == ["1", "4", "6"]
+    events = EventAccumulator(str(tmp_path / "run"), size_guidance={"images": 0}).Reload()
+    assert [image.step for image in events.Images("Images/train")] == [1, 1001]

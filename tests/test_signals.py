@@ -1,0 +1,129 @@
+"""Signals that stop a run: ignored ones, a terminal that closes, a stop before the first step."""
+
+import contextlib
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, SMALL, environment, summary
+from running import TORCHRUN, Running, eventually
+
+OURS = ("scripts/torchrun.py", "--standalone", "--nproc_per_node=2")
+WAYS = {
+    "nd": ("imagenet_nd.py",),
+    "spawn": ("imagenet_ddp.py", "-g", "2"),
+    "torchrun": (*OURS, "imagenet_ddp.py"),
+    "plain torchrun": (*TORCHRUN, "--nproc_per_node=2", "imagenet_ddp.py"),
+}
+
+
+def command(way: str, folder: Path, runs: Path) -> list[str]:
+    """A training that continues until something ends it."""
+    lasting = ("-a", "tiny_plain", "-b", "5", "--epochs", "10000", "-p", "1", "-j", "1")
+    words = (*WAYS[way], *SMALL, *lasting, "--output-dir", runs, "--name", "run", folder)
+    return [str(word) for word in words]
+
+
+# A shell's way of starting a command whose process group ignores signals, as nohup and `&` do.
+IGNORING = "import os, signal, sys; [signal.signal(n, signal.SIG_IGN) for n in (1, 2)]"
+IGNORING += "; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+
+
+@pytest.mark.parametrize("way", ["nd", "spawn", "torchrun"])
+def test_an_ignored_signal_stays_ignored(folder, tmp_path, way):
+    """SIGHUP after nohup, SIGINT of a script's background process; SIGTERM still ends the run."""
+    with Running("-c", IGNORING, *command(way, folder, tmp_path), STEP_SECONDS="0.1") as run:
+        run.until("starting")
+        for signum in (signal.SIGHUP, signal.SIGINT):
+            run.send(signum, group=True)
+        run.until(r"step +2/")
+        for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGINT):
+            run.send(signum, group=True)
+        for one in run.meet_family():  # torchrun's processes have groups of their own
+            os.kill(one.pid, signal.SIGHUP)
+        for _ in range(2):
+            run.until(r"step +4/")
+        run.send(signal.SIGTERM)
+        result = run.result()
+        assert eventually(lambda: not any(one.lives() for one in run.family))
+    assert result.code == 75, result.err
+    assert "SIGHUP" not in result.out + result.err and "SIGINT" not in result.out + result.err
+    assert "resource_tracker" not in result.err
+
+
+@pytest.mark.parametrize("way", ["nd", "spawn", "torchrun"])
+def test_a_terminal_that_closes_ends_the_run_with_a_snapshot(folder, tmp_path, way):
+    """Nothing can be written to the terminal any more; the log is complete."""
+    master, terminal = pty.openpty()
+    line = command(way, folder, tmp_path)
+    code = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)"
+    code += "; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *line],
+        cwd=ROOT,
+        env=environment(*line, STEP_SECONDS="0.1"),
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        start_new_session=True,
+    )
+    os.close(terminal)
+    try:
+        seen = ""
+        while "Epoch 1/10000  train" not in seen:  # after a progress bar
+            seen += os.read(master, 4096).decode()
+        os.close(master)
+        assert process.wait(120) == 75
+    finally:
+        process.kill()
+    assert summary(tmp_path / "run")["finished_because"] == "interrupted"
+    assert (tmp_path / "run/snapshot.pt").is_file()
+    log = (tmp_path / "run/train.log").read_text()
+    assert "interrupted by a signal" in log and "resource_tracker" not in log
+
+
+@pytest.mark.parametrize(
+    ("way", "signum", "after"),
+    [
+        ("nd", signal.SIGINT, "starting imagenet_nd.py: loading PyTorch"),
+        ("nd", signal.SIGTERM, "starting imagenet_nd.py: loading PyTorch"),
+        ("spawn", signal.SIGHUP, "starting imagenet_ddp.py: loading PyTorch"),
+        ("spawn", signal.SIGINT, "starting 2 processes on this node"),
+        ("spawn", signal.SIGTERM, "starting 2 processes on this node"),
+        ("torchrun", signal.SIGTERM, "starting imagenet_ddp.py in 2 processes: loading PyTorch"),
+        ("torchrun", signal.SIGINT, "starting imagenet_ddp.py in 2 processes: loading PyTorch"),
+    ],
+)
+def test_a_stop_before_the_first_step_is_one_line(folder, tmp_path, way, signum, after):
+    """Whatever the process does meanwhile: it imports torch, or waits for the others in C++."""
+    for pause in (0.0, 0.5, 5.0):
+        # After the pause, torch is imported and rank 0 waits for rank 1 in C++, where there is one.
+        slow = "0" if way == "nd" else "1"
+        with Running(*command(way, folder, tmp_path), SLOW_START_IN=slow) as run:
+            run.until(after)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                run.process.wait(pause)
+            run.send(signum, group=True)
+            sent = time.monotonic()
+            result = run.result()
+            took = time.monotonic() - sent
+            assert eventually(lambda: not any(one.lives() for one in run.family))
+        assert result.code == 75, result
+        (line,) = result.err.strip().splitlines()
+        assert line.endswith(": stopped before training began; nothing to save"), line
+        assert took < 30, "it does not wait for --dist-timeout"
+
+
+@pytest.mark.parametrize("way", ["nd", "spawn", "torchrun"])
+def test_the_first_line_comes_before_torch_is_imported(folder, tmp_path, way):
+    with Running(*command(way, folder, tmp_path)) as run:
+        name = "imagenet_nd.py" if way == "nd" else "imagenet_ddp.py"
+        run.until(f"^starting {name}.*: loading PyTorch$")
+        loaded = Path(f"/proc/{run.pid}/maps").read_text()
+        run.send(signal.SIGKILL)
+    assert way == "torchrun" or "libtorch" not in loaded

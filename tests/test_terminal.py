@@ -1,0 +1,100 @@
+"""What a run shows: a bar on a terminal, lines elsewhere, and all lines in train.log."""
+
+import fcntl
+import os
+import re
+import struct
+import subprocess
+import sys
+import termios
+
+import pytest
+from conftest import ROOT, SMALL, environment, train
+
+from utils.run.console import loss_text
+
+LINE = ("-a", "tiny_plain", "-b", "5", "--epochs", "1", "-p", "2")
+
+
+def set_width(terminal: int, columns: int) -> None:
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+
+
+def read_to_end(terminal: int, resize_at: str) -> list[str]:
+    """What is drawn on a terminal: each line, and each state of a line that is drawn over. After
+    ``resize_at`` was seen, the terminal gets 60 columns, and an empty entry marks the place."""
+    drawn, resized = "", False
+    while True:
+        try:
+            part = os.read(terminal, 4096).decode()
+        except OSError:  # its last process has ended
+            return re.split(r"[\r\n]", drawn)
+        drawn += part
+        if not resized and resize_at in drawn:
+            set_width(terminal, 60)
+            drawn, resized = drawn + "\n<resized>\n", True
+
+
+def on_terminal(words: list[str], both: bool, env: dict[str, str]) -> tuple[list[str], str]:
+    """Run a command whose errors go to a terminal of 80 columns, and with ``both`` its output, too.
+    Returns what is drawn on the terminal, and the output that went elsewhere."""
+    terminal, end = os.openpty()
+    set_width(terminal, 80)
+    out = end if both else subprocess.PIPE
+    with subprocess.Popen(words, cwd=ROOT, env=env, stdout=out, stderr=end) as process:
+        os.close(end)
+        drawn = read_to_end(terminal, "7/12")
+        text = "" if both else process.stdout.read().decode()
+    os.close(terminal)
+    assert process.returncode == 0, (drawn, text)
+    return drawn, text
+
+
+@pytest.mark.parametrize("both", [True, False], ids=["terminal", "tee"])
+def test_a_bar_on_a_terminal_and_lines_elsewhere(folder, tmp_path, both):
+    words = ["imagenet_nd.py", *SMALL, *LINE, "--output-dir", tmp_path, "--name", "run", folder]
+    env = environment(*words, STEP_SECONDS="0.15")
+    drawn, text = on_terminal([sys.executable, *map(str, words)], both, env)
+    log = (tmp_path / "run" / "train.log").read_text().splitlines()
+    steps = [line for line in log if " step " in line]
+    assert len(steps) == 7, "also while a bar is shown: the first step and every second one"
+    pattern = r"Epoch 1/1 step +\d+/12  loss \d\.\d{4}  top-1 \d+\.\d\d  top-5 \d+\.\d\d  "
+    pattern += r"images/s \d+\.\d  s/step \d+\.\d{4}  waiting % \d+\.\d"
+    assert all(re.fullmatch(pattern, line) for line in steps), steps
+    bars = [line for line in drawn if "img/s" in line]
+    if not both:
+        assert not bars and text.count(" step ") >= 7
+        return
+    resized = drawn.index("<resized>")
+    assert len(bars) > 5 and not any(" step  " in line for line in drawn)
+    assert re.match(
+        r"Epoch 1/1 \|.{5,}\| \d+/12 \S+, loss \d\.\d{4}  top-1 .{4}  .{4} img/s", bars[0]
+    )
+    assert max(len(line) for line in drawn[:resized] if line.startswith("Epoch 1/1 |")) <= 80
+    later = [line.rstrip() for line in drawn[resized + 2 :] if line.startswith("Epoch 1/1 |")]
+    assert later and max(map(len, later)) <= 60
+
+
+def test_a_second_node_does_not_repeat_the_first_ones_lines(folder, tmp_path):
+    words = (*LINE, "--output-dir", tmp_path, "--name", "run", folder)
+    from joined import Job, run_jobs
+
+    job = Job("imagenet_ddp", (*SMALL, *words), processes=1, nodes=2)
+    run_jobs([job], tmp_path)
+    first, second = ((tmp_path / f"job0_rank{i}").read_text() for i in (0, 1))
+    assert "Epoch 1/1 step" in first
+    assert second.splitlines() == [
+        "[rank 1] this node trains with rank 0 of 2, which prints the progress"
+    ]
+
+
+@pytest.mark.parametrize(("loss", "text"), [(2.3, "2.3000"), (123456789.0, "1.235e+08")])
+def test_a_huge_loss_keeps_its_column(loss, text):
+    assert loss_text(loss) == text
+
+
+def test_the_stages_of_a_start_are_printed_as_they_come(folder, tmp_path):
+    out = train("imagenet_nd.py", *LINE, "--output-dir", tmp_path, folder).out
+    stages = ["reading the lists of images in", "run directory", "training begins", "step  1/12"]
+    places = [out.find(text) for text in stages]
+    assert -1 not in places and places == sorted(places), out

@@ -1,0 +1,119 @@
+"""Recognise ImageNet layouts that training cannot read but scripts/prepare_data.py can convert.
+
+No option: used if DATA/train or DATA/val has no class folders. Interface: `advice` completes that
+error message.
+"""
+
+import os
+import shlex
+from pathlib import Path
+from typing import NamedTuple
+
+from utils.data import devkit
+from utils.data.folder import class_names
+from utils.data.sources import SUFFIXES, is_hidden
+
+ROOT = Path(__file__).resolve().parents[2]
+KAGGLE = "ILSVRC/Data/CLS-LOC"
+
+
+class Layout(NamedTuple):
+    """The folders in which the images of a data set are."""
+
+    name: str
+    folders: dict[str, list[Path]]  # by split: the folders that contain its class folders
+    flat: Path | None = None  # the folder of validation images without class folders
+    labels: Path | None = None  # the folder with the devkit or table that has their classes
+
+
+def find(data: Path) -> Layout | None:
+    """Return the layout of the folder ``data``; None if unknown, or if training can read it."""
+    parts = {split: sorted(data.glob(f"{split}.X*")) for split in ("train", "val")}
+    if parts["train"]:
+        return Layout("Kaggle's imagenet100 (train.X1, ...)", parts)
+    for base in (data / KAGGLE, data / "Data/CLS-LOC", data):
+        flat = base / "val" if _is_flat(base / "val") else None
+        if flat or (base != data and (base / "train").is_dir()):
+            folders = {"train": [base / "train"], "val": [] if flat else [base / "val"]}
+            name = f"Kaggle's ImageNet ({base.relative_to(data)})"
+            name = "validation images without class folders" if base == data else name
+            return Layout(name, folders, flat, _label_folder(data, base))
+    return None
+
+
+def _is_flat(folder: Path) -> bool:
+    """Return whether ``folder`` contains images and no folders. Hidden ones are ignored."""
+    try:
+        with os.scandir(folder) as entries:
+            seen = [entry for entry in entries if not is_hidden(entry.name)]
+    except OSError:
+        return False
+    images = any(entry.name.lower().endswith(SUFFIXES) for entry in seen)
+    return images and not any(entry.is_dir() for entry in seen)
+
+
+def _label_folder(data: Path, base: Path) -> Path | None:
+    """Return the folder with the devkit or Kaggle's table: ``data``, val/ or a folder above it."""
+    above = (base / "val", base, *base.resolve().parents[:3])
+    return next((one for one in (data, *above) if devkit.label_files(one)), None)
+
+
+def classes_at_top(data: Path, least: int = 2) -> list[str]:
+    """Names of the folders with images directly in ``data``, if there are ``least``; else []."""
+    names = [name for name in class_names(data) if name not in ("train", "val", "test")]
+    names = [name for name in names if _has_image(data / name)]
+    return names if len(names) >= least else []
+
+
+def _has_image(folder: Path) -> bool:
+    return any(
+        name.lower().endswith(SUFFIXES) and not is_hidden(name)
+        for _, _, names in os.walk(folder)
+        for name in names
+    )
+
+
+def label_table(data: Path) -> Path | None:
+    """The CSV file in ``data`` that lists classes: the only one, or the one named like that."""
+    tables = sorted(data.glob("*.csv"))
+    named = [path for path in tables if "label" in path.name.lower() or path.stem == "train"]
+    tables = tables if len(tables) == 1 else named
+    return tables[0] if len(tables) == 1 else None
+
+
+def split_advice(data: Path) -> str | None:
+    """A clause with the command that divides a folder of one's own images; None if it has none."""
+    train = data / "train"
+    if not train.is_dir() and (classes := classes_at_top(data)):
+        what = f"{len(classes)} class folders, but neither train/ nor val/"
+    elif train.is_dir() and class_names(train) and not (data / "val").exists():
+        what = "train/, but no val/"
+    elif (table := label_table(data)) and any(map(_has_image, (data, train))):
+        what = f"images and the table {table.name}, but no class folders"
+    else:
+        return None
+    line = shlex.join(["python", _script(), "split", str(data), "--val", "0.2"])
+    return f"{data} has {what}: run `{line}`"
+
+
+def _script() -> str:
+    script = ROOT / "scripts" / "prepare_data.py"
+    return str(script.relative_to(ROOT) if Path.cwd() == ROOT else script)
+
+
+def advice(data: Path) -> str | None:
+    """Return a clause with the command that converts a folder in a known layout; else None."""
+    layout = find(data)
+    is_parquet = any(data.glob("*.parquet")) or any(data.glob("data/*.parquet"))
+    if not (layout or is_parquet):
+        return split_advice(data)
+    data = data if data.name not in ("", "..") else data.resolve()
+    out = data.with_name(f"{data.name}_{'folders' if layout else 'shards'}")
+    words = ["imagenet", str(out), "--source", str(data)]
+    words = words if layout else ["parquet", str(data), str(out)]
+    line, first = shlex.join(["python", _script(), *words]), ""
+    if layout and layout.flat and not layout.labels:
+        names = "LOC_val_solution.csv or ILSVRC2012_devkit_t12.tar.gz"
+        first = f"put {names} (the class of each image) into {data}, then "
+    name = layout.name if layout else "Hugging Face's parquet files"
+    return f"{data} contains {name}: {first}run `{line}`, and train on {out}"

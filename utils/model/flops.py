@@ -1,0 +1,45 @@
+"""Model FLOPs utilisation: the part of a GPU's peak that the model itself needs."""
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+TRAINING = 3  # a step's operations over those of its forward pass: backward takes two more
+# FLOP/s of tensor cores without sparsity, in 16 bits and in float32 (TF32 where there is one).
+PEAKS = {
+    "T4": (65e12, 8.1e12),
+    "V100": (125e12, 15.7e12),
+    "A100": (312e12, 156e12),
+    "L4": (121e12, 60e12),
+    "H100": (989e12, 494e12),
+    "H200": (989e12, 494e12),
+}
+
+
+@torch.no_grad()
+def of_image(model: nn.Module, image: Tensor) -> float:
+    """Operations of the forward pass of ``image`` [1, 3, size, size]; a multiply-add is two.
+
+    The model is left as it was. It must not be sharded.
+    """
+    was_training = model.training
+    model.eval()
+    with FlopCounterMode(display=False) as counter:
+        model(image)
+    model.train(was_training)
+    return float(counter.get_total_flops())
+
+
+def peak(name: str, precision: str) -> float | None:
+    """FLOP/s of the GPU of this ``name`` ("Tesla T4"); None if it is not known.
+
+    ``precision``: "fp32", or any other for 16 bits.
+    """
+    words = name.replace("-", " ").split()
+    known = next((PEAKS[word] for word in words if word in PEAKS), None)
+    return None if known is None else known[precision == "fp32"]
+
+
+def utilisation(flops: float, images_per_s: float, gpus: int, peak: float) -> float:
+    """The fraction of the ``gpus``' peak that training needs; ``flops`` of an image's forward."""
+    return TRAINING * flops * images_per_s / (gpus * peak)
