@@ -33,9 +33,10 @@ def inner(tmp_path: Path, name: str, *options: str, **env: str) -> subprocess.Po
     file = tmp_path / "test_inner.py"
     file.write_text(code.replace("FILE", str(tmp_path / "pid")))
     command = [sys.executable, "-m", "pytest", "-c", ROOT / "pytest.ini", "--rootdir", tmp_path]
+    inherited = {name: value for name, value in os.environ.items() if name != "NO_SKIPS"}
     return subprocess.Popen(
         [*map(str, command), "-p", "conftest", "-p", "no:cacheprovider", *options, str(file)],
-        env=os.environ | {"PYTHONPATH": str(HERE)} | env,
+        env=inherited | {"PYTHONPATH": str(HERE)} | env,
         stdout=subprocess.PIPE,
         text=True,
     )
