@@ -3,8 +3,7 @@
 #
 # Installs missing packages. Makes a small set of drawn images, unless you give DATA, a folder with
 # train/CLASS/ and val/CLASS/. Trains a ResNet-18 with one process and with two, at the same global
-# batch size, and compares both runs. Without a GPU, each process has one core. Without a GPU and
-# without DATA, it also makes a small scaling study on two simulated nodes. Rerunning it skips
+# batch size, and compares both runs. Without a GPU, each process has one core. Rerunning it skips
 # finished work.
 [[ $- == *p* ]] || exec "$BASH" -p "$0" "$@" # without functions that the caller exports
 set -euo pipefail
@@ -18,12 +17,12 @@ cd "$root"
 started=$SECONDS
 say() { printf '\n== %s\n' "$*"; }
 
-say "1/5 environment"
+say "1/4 environment"
 use_environment
 (gpus_of "$PYTHON" check) >/dev/null # fail here, before drawing images
 echo "using $PYTHON"
 
-say "2/5 data"
+say "2/4 data"
 if [ $# -gt 0 ]; then
     echo "using $data"
 else
@@ -53,7 +52,7 @@ elif [ "$gpus" = 1 ]; then
     processes=1
     echo "note: there is one GPU here, so imagenet_ddp.py runs with one process as well"
 fi
-options=(-a resnet18 --image-size 64 --crop-scale 0.35 --epochs 10 --lr 0.02 --lr-schedule cosine
+options=(-a resnet18 --image-size 64 --crop-scale 0.35 --epochs 8 --lr 0.03 --lr-schedule cosine
     --warmup-epochs 1 --resume auto)
 
 train() { # run name, script and its options
@@ -67,26 +66,21 @@ train() { # run name, script and its options
     "$PYTHON" "$@" --name "$name" "${options[@]}" "$data"
 }
 
-say "3/5 training: one process, then $processes"
-train "${label}_1" imagenet_nd.py -b 32
-train "${label}_$processes-ddp" imagenet_ddp.py -g "$processes" -b $((32 / processes))
+say "3/4 training: one process, then $processes"
+train "${label}_1" imagenet_nd.py -b 64
+train "${label}_$processes-ddp" imagenet_ddp.py -g "$processes" -b $((64 / processes))
 
-say "4/5 pictures"
+say "4/4 pictures"
 mkdir -p "runs/$label"
 words=runs/$label/compare.txt
 "$PYTHON" scripts/compare_runs.py "runs/${label}_1" "runs/${label}_$processes-ddp" \
     --labels "1 process" "$processes process$([ "$processes" = 1 ] || echo es) (DDP)" \
     --out "runs/$label" | tee "$words"
 
-say "5/5 a scaling study"
 if [ $# -gt 0 ] || [ "$gpus" != 0 ]; then
     next="$PYTHON imagenet_nd.py -a resnet50 $(printf %q "$data")"
-    echo "left out: see scripts/README.md, \"Scaling study\""
 else
     next="$PYTHON scripts/prepare_data.py split PHOTOS --val 0.2 # PHOTOS/CLASS/*.jpg: yours"
-    bash scripts/scaling_study.sh --simulate 2 --name "${label}_study" \
-        --logbook "runs/$label/logbook" -- imagenet_ddp.py \
-        -a resnet18 --image-size 64 -b 16 --epochs 2 --lr 0.01 "$data"
 fi
 
 say "done in $((SECONDS - started)) s"
