@@ -185,20 +185,3 @@ def test_texts_name_modules_that_exist():
             assert module.exists(), f"{file} names {name}"
             words = set(re.findall(r"\w+", module.read_text()))
             assert not set(parts) - words, f"{file} names {name}"
-
-
-def test_time_outs_in_the_table_are_constants_of_their_file():
-    text = (ROOT / "scripts/README.md").read_text()
-    table = re.search(r"## Heartbeats.*?\n((?:\|.*\n)+)", text, re.DOTALL)
-    assert table
-    places = (UTILS, ROOT / "scripts")
-    for row in table[1].splitlines()[2:]:
-        _, _, names, files, *_ = row.split("|")
-        code = "".join(
-            path.read_text()
-            for file in re.findall(r"`([\w/]+\.(?:py|sh))`", files)
-            for place in places
-            if (path := place / file).exists()
-        )
-        for name in re.findall(r"`([A-Z_]{4,})`", names):
-            assert re.search(rf"\b{name}\b", code), row
