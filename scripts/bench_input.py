@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Compare the input pipeline of this suite with the usual ones.
 
-    python scripts/bench_input.py             # on 1,500 images cut out of photographs
-    python scripts/bench_input.py DATA        # on the training images of DATA
-    python scripts/bench_input.py --latency 0,1,5   # folder and tar files on a slow disk
+    python scripts/bench_input.py                    # 1,500 cut-out images
+    python scripts/bench_input.py DATA               # images of DATA/train
+    python scripts/bench_input.py --latency 0,1,5    # on a slow disk
 
 Prints a Markdown table. It includes timm, DALI and SPDL if they are installed; SPDL also needs
 FFmpeg's libraries (apt-get install ffmpeg). The pipelines take turns, so that a change of the
@@ -42,7 +42,7 @@ from utils.data.samplers import Batch, epoch_order
 from utils.data.sources import Source
 from utils.start.cores import usable_cores
 from utils.start.errors import UserError
-from utils.start.option_types import count, list_of, number, positive
+from utils.start.option_types import DocstringFormatter, count, list_of, number, positive
 
 BATCH = 64
 IDLE_SECONDS = 0.05
@@ -103,9 +103,7 @@ def restart_with_slow_disk(args: argparse.Namespace) -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=DocstringFormatter)
     add = parser.add_argument
     add("data", nargs="?", type=Path, metavar="DATA", help="folder with train/CLASS/*.JPEG")
     add("--rounds", type=positive, default=5, metavar="N", help="runs of each pipeline (5)")

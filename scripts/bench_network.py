@@ -1,25 +1,29 @@
 #!/usr/bin/env python3
 """Measure each way to exchange gradients, and print the --comm option to use on your network.
 
-    sudo .venv/bin/python scripts/bench_network.py --nodes 2,4 --gbit 1 -- -a resnet18 -b 8
+    sudo .venv/bin/python scripts/bench_network.py --nodes 2,4 --gbit 1 -- \\
+        -a resnet18 -b 8
 
 Between real machines, run the same command on each, with its own --rank:
 
-    python scripts/bench_network.py --nodes 2 --master 172.31.0.10 --rank 0 -- -a resnet50 -b 64
+    python scripts/bench_network.py --nodes 2 --master 172.31.0.10 \\
+        --rank 0 -- -a resnet50 -b 64
 
 The first command simulates the nodes with network namespaces on this machine. The kernel limits
 their links to --gbit. Each node runs `bench/time_step.py imagenet_ddp --comm METHOD` with the
 options after --, with one process per GPU (without GPUs, one process). The methods take turns,
 round by round, and the table shows medians:
 
-MB sent      bytes that a node sends per step, with headers, counted at its network interface
+MB sent      bytes that a node sends per step, with headers, counted at its
+             network interface
 efficiency   step time of one node alone, divided by this step time
 
 The recommended method is the most exact one whose step takes at most 5 % longer than the shortest.
 Simulated nodes share the cores of one machine: compare methods there, and measure efficiency on
 real nodes.
 
-    sudo .venv/bin/python scripts/bench_network.py --sleep vgg19 --nodes 2,4,8 --gbit 7.5,25
+    sudo .venv/bin/python scripts/bench_network.py --sleep vgg19 \\
+        --nodes 2,4,8 --gbit 7.5,25
 
 With --sleep the simulated nodes do not compute. They sleep as long as a GPU (a T4 with AMP) takes
 for each layer of the model, and exchange gradients of the same shapes as they become ready. So that
@@ -47,7 +51,7 @@ launch.prepare()  # before torch is imported, which takes seconds
 from bench import commands, namespaces, rounds
 
 from utils.start.errors import UserError, exit_with
-from utils.start.option_types import list_of, number, positive
+from utils.start.option_types import DocstringFormatter, list_of, number, positive
 
 METHODS = "fp32,fp16,int8,int4"
 ALONE = "alone"  # the case with one node
@@ -92,9 +96,7 @@ def main(argv: list[str] | None = None) -> int:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     argv = sys.argv[1:] if argv is None else argv
     end = argv.index("--") if "--" in argv else len(argv)
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=DocstringFormatter)
     add = parser.add_argument
     counts, above_0 = list_of(number(int, 2)), number(float, 0, exclusive=True)
     text = "numbers of nodes, such as 2,4,8 (2)"

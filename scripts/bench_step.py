@@ -1,10 +1,13 @@
 #!/usr/bin/env python3
 """Compare the speed of each script's training step with that of the usual loops.
 
-    python scripts/bench_step.py -a resnet18 -b 32 --cases examples,torchvision,nd,ddp
-    python scripts/bench_step.py -a resnet50 -b 256 --cases examples+fp16,nd+fp16,O2,nd+fp16+compile
+    python scripts/bench_step.py -a resnet18 -b 32 \\
+        --cases examples,torchvision,nd,ddp
+    python scripts/bench_step.py -a resnet50 -b 256 \\
+        --cases examples+fp16,nd+fp16,O2,nd+fp16+compile
     python scripts/bench_step.py --data DATA --cases examples,nd+off \\
-        --peer "timm=python ../timm/train.py {data} --model resnet18 -b 32 -j 2 --epochs 1"
+        --peer \\
+        "timm=python ../timm/train.py {data} --model resnet18 -b 32 --epochs 1"
 
 A case is the name of a loop, with + and additions. Loops of this suite: nd, dp, ddp, fsdp, and O0
 to O3 (Apex). Other loops: examples and torchvision, from scripts/bench/peer_loops.py. Additions:
@@ -48,7 +51,7 @@ from utils.data.sources import SUFFIXES
 from utils.start.cores import usable_cores
 from utils.start.errors import INTERRUPTED, UserError, exit_with
 from utils.start.gpu_check import check_gpus
-from utils.start.option_types import count, positive
+from utils.start.option_types import DocstringFormatter, count, positive
 
 SCRIPTS = {name: f"imagenet_{name}.py" for name in ("nd", "dp", "ddp", "fsdp")}
 SCRIPTS |= dict.fromkeys(("O0", "O1", "O2", "O3"), "imagenet_ddp_apex.py")
@@ -76,9 +79,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=DocstringFormatter)
     add = parser.add_argument
     add("-a", "--arch", default="resnet18", help="model (%(default)s)")
     add("-b", "--batch-size", type=positive, default=32, help="images per process (%(default)s)")

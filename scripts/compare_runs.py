@@ -1,6 +1,7 @@
 """Compare training runs: print a table, draw curves and speeds, and write an HTML page.
 
-    python scripts/compare_runs.py runs/one_node runs/two_nodes --labels "1 node" "2 nodes"
+    python scripts/compare_runs.py runs/one_node runs/two_nodes \\
+        --labels "1 node" "2 nodes"
     python scripts/compare_runs.py runs --out figures --target-top1 75 --results
 
 Reads only the TensorBoard event files of each run: of this suite, or of older suites with the same
@@ -28,13 +29,11 @@ from compare import page, palette, pictures, runs, table
 from compare.comparison import MANY, Comparison, origin
 
 from utils.start.errors import UserError, exit_with
-from utils.start.option_types import accuracy, number, positive
+from utils.start.option_types import DocstringFormatter, accuracy, number, positive
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=DocstringFormatter)
     add, above_0 = parser.add_argument, number(float, 0, exclusive=True)
     text = "a run directory, a folder of run directories, or an event file"
     add("runs", nargs="+", type=Path, metavar="RUN", help=text)

@@ -1,19 +1,23 @@
 #!/usr/bin/env bash
-# Train on several machines that may fail and come back: run the same command on each of them.
+# Train on several machines that may fail and come back: run the same command on
+# each of them.
 #
 #   MASTER_ADDR=IP bash scripts/elastic_train.sh \
 #       TRAIN_HOURS MIN:MAX SAVE_NAME BATCH_SIZE [-- TRAINING OPTIONS]
 #
-#   TRAIN_HOURS  stop with a snapshot after this many hours of training, such as 3.0. Epochs are then
-#                unlimited and the learning rate constant, unless --epochs or --recipe is given
+#   TRAIN_HOURS  stop with a snapshot after this many hours of training (3.0).
+#                Epochs are then unlimited and the learning rate constant,
+#                unless --epochs or --recipe is given
 #   MIN:MAX      smallest and largest number of machines to train on, such as 1:2
-#   SAVE_NAME    name of the run; runs/SAVE_NAME must be on a file system that all machines share
+#   SAVE_NAME    name of the run; runs/SAVE_NAME must be on a file system that
+#                all machines share
 #   BATCH_SIZE   images per step and process (per GPU)
 #
-# An existing run of this name is resumed. The machines meet at MASTER_ADDR, the IP address of one
-# of them, and port MASTER_PORT (8888), by torchrun's c10d rendezvous. Training ends after
-# MAX_RESTARTS (100) failures on a machine. If the machine at MASTER_ADDR fails, see
-# scripts/README.md. With train_on_nodes.sh --elastic, any machine may fail.
+# An existing run of this name is resumed. The machines meet at MASTER_ADDR, the
+# IP address of one of them, and port MASTER_PORT (8888), by torchrun's c10d
+# rendezvous. Training ends after MAX_RESTARTS (100) failures on a machine. If the
+# machine at MASTER_ADDR fails, see scripts/README.md. With train_on_nodes.sh
+# --elastic, any machine may fail.
 #
 # Also in the environment: DATA, ARCH, SCRIPT, NPROC; see scripts/launch.sh.
 [[ $- == *p* ]] || exec "$BASH" -p "$0" "$@" # without functions that the caller exports

@@ -1,10 +1,11 @@
 """Evaluate a run's best model. Write a page with its accuracy by class, mistakes and calibration.
 
     python scripts/model_results.py runs/my_run
-    torchrun --nproc_per_node=4 scripts/model_results.py runs/my_run DATA --part test
+    torchrun --nproc_per_node=4 scripts/model_results.py \\
+        runs/my_run DATA --part test
     python scripts/model_results.py runs/a runs/b DATA
     python scripts/model_results.py runs/my_run --images photo.jpg another.png
-    python scripts/model_results.py runs/my_run imagenetv2-matched-frequency --real real.json
+    python scripts/model_results.py runs/my_run DATA --real real.json
     python scripts/model_results.py runs/my_run --export my_model
 
 Writes two files into the run's folder (with two runs, into the second one's): results_PART.html,

@@ -4,15 +4,18 @@
 #   MASTER_ADDR=IP bash scripts/multi_node_train.sh \
 #       TRAIN_HOURS NODE_RANK NODES SAVE_NAME BATCH_SIZE [-- TRAINING OPTIONS]
 #
-#   TRAIN_HOURS  stop with a snapshot after this many hours of training, such as 3.0. Epochs are then
-#                unlimited and the learning rate constant, unless --epochs or --recipe is given
-#   NODE_RANK    0 on the machine that writes the run directory, 1, 2, ... on the others
+#   TRAIN_HOURS  stop with a snapshot after this many hours of training (3.0).
+#                Epochs are then unlimited and the learning rate constant,
+#                unless --epochs or --recipe is given
+#   NODE_RANK    0 on the machine that writes the run directory, 1, 2, ...
+#                on the others
 #   NODES        number of machines
 #   SAVE_NAME    name of the run, in runs/SAVE_NAME; an existing run is resumed
 #   BATCH_SIZE   images per step and process (per GPU)
 #
-# MASTER_ADDR is the IP address at which the others reach node 0. MASTER_PORT (8888) is a free port
-# there. Also in the environment: DATA, ARCH, SCRIPT, NPROC; see scripts/launch.sh.
+# MASTER_ADDR is the IP address at which the others reach node 0. MASTER_PORT
+# (8888) is a free port there. Also in the environment: DATA, ARCH, SCRIPT, NPROC;
+# see scripts/launch.sh.
 [[ $- == *p* ]] || exec "$BASH" -p "$0" "$@" # without functions that the caller exports
 set -euo pipefail
 source "$(dirname "$0")/launch.sh"

@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # Train on this machine alone:
 #
-#   bash scripts/one_node_train.sh TRAIN_HOURS SAVE_NAME BATCH_SIZE [-- TRAINING OPTIONS]
+#   bash scripts/one_node_train.sh \
+#       TRAIN_HOURS SAVE_NAME BATCH_SIZE [-- TRAINING OPTIONS]
 #
-#   TRAIN_HOURS  stop with a snapshot after this many hours of training, such as 3.0. Epochs are then
-#                unlimited and the learning rate constant, unless --epochs or --recipe is given
+#   TRAIN_HOURS  stop with a snapshot after this many hours of training (3.0).
+#                Epochs are then unlimited and the learning rate constant,
+#                unless --epochs or --recipe is given
 #   SAVE_NAME    name of the run, in runs/SAVE_NAME; an existing run is resumed
 #   BATCH_SIZE   images per step and process (per GPU)
 #

@@ -11,7 +11,6 @@ a command is interrupted, run it again: it finishes the work.
 
 import argparse
 import sys
-import textwrap
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -89,10 +88,8 @@ def build_parser() -> argparse.ArgumentParser:
 
     def add(name: str, run: Callable, text: str, **places: str) -> Callable[..., None]:
         """Add a command; ``places``: help texts of its positional arguments."""
-        wrapped = textwrap.fill(" ".join(text.split()), 78)
-        command = commands.add_parser(
-            name, help=text, description=wrapped, formatter_class=Formatter
-        )
+        text = " ".join(text.split())
+        command = commands.add_parser(name, help=text, description=text, formatter_class=Formatter)
         command.set_defaults(run=run)
         for dest, help_text in places.items():
             metavar = "DATA" if dest == "source" or name == "split" else "OUT"

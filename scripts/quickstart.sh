@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # From a fresh clone to curves: bash scripts/quickstart.sh [DATA]
 #
-# Installs missing packages. Makes a small set of drawn images, unless you give DATA, a folder with
-# train/CLASS/ and val/CLASS/. Trains a ResNet-18 with one process and with two, at the same global
-# batch size, and compares both runs. Without a GPU, each process has one core. Rerunning it skips
-# finished work.
+# Installs missing packages. Makes a small set of drawn images, unless you give
+# DATA, a folder with train/CLASS/ and val/CLASS/. Trains a ResNet-18 with one
+# process and with two, at the same global batch size, and compares both runs.
+# Without a GPU, each process has one core. Rerunning it skips finished work.
 [[ $- == *p* ]] || exec "$BASH" -p "$0" "$@" # without functions that the caller exports
 set -euo pipefail
 source "$(dirname "$0")/environment.sh"

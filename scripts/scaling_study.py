@@ -1,8 +1,10 @@
 """Train on 1, 2, 4, ... nodes, one run after the other, and keep a log book.
 
-    bash scripts/scaling_study.sh HOSTS_FILE --nodes 1,2,4,8 --hours 2 -- SCRIPT OPTIONS DATA
-    bash scripts/scaling_study.sh --simulate 2 -- SCRIPT OPTIONS DATA    # on this machine
-    bash scripts/scaling_study.sh --slurm='--gpus-per-node=4' --nodes 1,2 -- SCRIPT OPTIONS DATA
+    bash scripts/scaling_study.sh HOSTS_FILE --nodes 1,2,4,8 --hours 2 -- \\
+        SCRIPT OPTIONS DATA
+    bash scripts/scaling_study.sh --simulate 2 -- SCRIPT OPTIONS DATA  # here
+    bash scripts/scaling_study.sh --slurm='--gpus-per-node=4' --nodes 1,2 -- \\
+        SCRIPT OPTIONS DATA
 
 A study trains once for each combination of a number of nodes, a value of each --vary option, and a
 seed. If it is interrupted, run the same command again. Finished runs are not repeated, and an

@@ -1,7 +1,8 @@
 """Draw the images of a training's first batch as its model sees them, with their classes.
 
     python scripts/show_images.py --auto-augment ra --mixup 0.2 data/sample
-    python scripts/show_images.py --mode ddp -g 8 --recipe fast16 --original DATA
+    python scripts/show_images.py --mode ddp -g 8 \\
+        --recipe fast16 --original DATA
     python scripts/show_images.py --epochs 0,1,2 --progressive 160:192 DATA
     python scripts/show_images.py --val --image-size 64 data/sample
 

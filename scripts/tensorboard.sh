@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # TensorBoard for all runs: bash scripts/tensorboard.sh [HOSTS_FILE]
 #
-# With HOSTS_FILE (one ssh host per line; see scripts/ssh/hosts.py) it copies the event files of
-# these hosts into runs/hosts/HOST, at the start and every minute. On each host it reads the same
-# path as on this machine, unless runs=/path/to/runs follows the host.
+# With HOSTS_FILE (one ssh host per line; see scripts/ssh/hosts.py) it copies the
+# event files of these hosts into runs/hosts/HOST, at the start and every minute.
+# On each host it reads the same path as on this machine, unless
+# runs=/path/to/runs follows the host.
 #
 # In the environment:
 #   RUNS   folder of run directories (runs)

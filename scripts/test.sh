@@ -2,10 +2,10 @@
 # Set up the environment, then check style, spelling and types, and run the tests:
 #
 #   bash scripts/test.sh [PYTEST OPTIONS]
-#   bash scripts/test.sh -k resume -x     # tests named *resume*, up to the first failure
-#   bash scripts/test.sh -m long          # tests that take minutes each, hours in all
-#   bash scripts/test.sh -m cuda          # tests that need a GPU
-#   TORCH=oldest bash scripts/test.sh     # in .venv-oldest, with the oldest torch
+#   bash scripts/test.sh -k resume -x  # tests named *resume*, until one fails
+#   bash scripts/test.sh -m long       # tests that take minutes each
+#   bash scripts/test.sh -m cuda       # tests that need a GPU
+#   TORCH=oldest bash scripts/test.sh  # in .venv-oldest, with the oldest torch
 [[ $- == *p* ]] || exec "$BASH" -p "$0" "$@" # without functions that the caller exports
 set -euo pipefail
 source "$(dirname "$0")/environment.sh"

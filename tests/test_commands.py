@@ -1,5 +1,6 @@
 """Command lines as people type them; image size, epochs and model made small at their end."""
 
+import argparse
 import importlib
 import json
 import re
@@ -13,7 +14,7 @@ from running import free_port
 
 from utils.model import models
 from utils.start.errors import UserError
-from utils.start.option_types import Options
+from utils.start.option_types import DocstringFormatter, Options
 
 # The last of several equal options counts, so these shrink a line without changing its form.
 TINY = "-a shufflenet_v2_x0_5 --image-size 32 -b 5 --workers 0 --epochs 1 --lr 0.01"
@@ -120,6 +121,18 @@ def test_help_names_what_most_people_need_and_where_the_rest_is(tmp_path):
         assert ("processes and nodes" in rest) == by_hand
         for title in rest.split(", "):
             assert f"\n{title}:\n" in whole.out
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_descriptions_are_wrapped_and_commands_keep_their_lines(columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    sentence, command = f"{'word ' * 40}end.", f"    python {'x' * 90} \\\n        -b 8"
+    parser = argparse.ArgumentParser(
+        description=f"{sentence}\n\n{command}\n", formatter_class=DocstringFormatter
+    )
+    shown = parser.format_help()
+    assert command in shown
+    assert max(len(line) for line in shown.splitlines() if "xxx" not in line) <= columns
 
 
 def test_a_mistyped_option_proposes_only_near_names(parse, capsys, folder):

@@ -21,10 +21,11 @@ WRAPPERS.append("train.sbatch")
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_help_says_how_to_use_it(name, tmp_path):
     """From another folder, with no environment active."""
-    bare = f"env -i PATH=/usr/bin:/bin HOME={tmp_path} bash"
+    bare = f"env -i PATH=/usr/bin:/bin COLUMNS=80 HOME={tmp_path} bash"
     (done,) = shell(f"cd {tmp_path} && {bare} {SCRIPTS}/{name} --help")
     assert (done.code, done.err) == (0, "")
     assert f"scripts/{name}" in done.out, "no example"
+    assert not [line for line in done.out.splitlines() if len(line) > 80], "of a usual terminal"
     assert "Installing" not in done.out and "set -" not in done.out and "SBATCH -" not in done.out
     assert not list(tmp_path.iterdir())
 

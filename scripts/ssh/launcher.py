@@ -21,8 +21,10 @@ from utils.start.option_types import non_negative, port, positive, run_name
 
 HELP = """Train on several nodes from one machine, over ssh.
 
-    bash scripts/train_on_nodes.sh HOSTS_FILE --sync --fetch -- imagenet_ddp.py --name my_run DATA
-    bash scripts/train_on_nodes.sh HOSTS_FILE --elastic 1:4 -- imagenet_ddp.py --name my_run DATA
+    bash scripts/train_on_nodes.sh HOSTS_FILE --sync --fetch -- \\
+        imagenet_ddp.py --name my_run DATA
+    bash scripts/train_on_nodes.sh HOSTS_FILE --elastic 1:4 -- \\
+        imagenet_ddp.py --name my_run DATA
 """
 WAIT_SECONDS = 600.0  # for MIN nodes; --dist-timeout of the script replaces it
 ONE_PROCESS = ("imagenet_nd.py", "imagenet_dp.py")
@@ -35,7 +37,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     own, command = split(words, "--" if "--" in words else "python")
     if command[:1] == ["python"]:
         del command[0]
-    usage = "bash scripts/train_on_nodes.sh HOSTS_FILE [options] -- SCRIPT TRAINING OPTIONS"
+    usage = "bash scripts/train_on_nodes.sh HOSTS_FILE [options] -- SCRIPT OPTIONS"
     parser = hosts.make_parser("train_on_nodes.sh", HELP, usage)
     hosts.add_node_options(parser)
     add = parser.add_argument

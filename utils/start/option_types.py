@@ -225,8 +225,19 @@ class HelpAll(argparse.Action):
         parser.exit()
 
 
-class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Keep the docstring's line breaks, and show defaults if there are any."""
+class DocstringFormatter(argparse.HelpFormatter):
+    """Wrap a docstring's sentences to the terminal. Its commands and tables keep their lines."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        parts = text.strip("\n").split("\n\n")
+        return "\n\n".join(
+            textwrap.indent(part if "  " in part else textwrap.fill(part, width), indent)
+            for part in parts
+        )
+
+
+class Formatter(argparse.ArgumentDefaultsHelpFormatter, DocstringFormatter):
+    """As `DocstringFormatter`, with the defaults of options if there are any."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default is None or action.default is False:
