@@ -155,8 +155,12 @@ def test_a_training_typed_by_hand_gets_time_for_its_snapshot(nodes, folder, tmp_
         other.until("up")
         before = node.processes()
         seen = clean(node, "--dry-run")
-        assert seen.count("would end ") >= 6, seen
-        assert "(orphaned): python -c import signal" in seen
+        # torchrun, two ranks, their workers and others; then the orphan.
+        (training, unnamed) = sorted(re.findall(r"would end (.*)\n    (.*)", seen), reverse=True)
+        assert re.fullmatch(r"the run run: ([6-9]|\d\d) processes in .*", training[0]), seen
+        assert "torch.distributed" in training[1]
+        assert unnamed[0].startswith("a run without --name: 1 process in ")
+        assert "(orphaned): python -c import signal" in unnamed[1]
         assert not re.search("bystander|sleep 1000|601", seen)
         assert before <= node.processes()
         done = clean(node, "--grace 60")
@@ -221,6 +225,6 @@ def test_on_hosts_of_a_file_and_asked_on_a_terminal(nodes, tmp_path):
             assert commands(nodes[0])
             done = nodes[0].run(f"echo {answer} | script -qec '{asked}' /dev/null")
             assert done.code == 0, done.out
-            assert "End these processes? [y/N]" in done.out
+            assert "End these runs? [y/N]" in done.out
             assert said in done.out
         assert not commands(nodes[0])

@@ -28,11 +28,11 @@ _COMMAND = re.compile(
 _NAME = re.compile(r"^--name[=\n](.*)$", re.MULTILINE)
 HELP = """End this user's processes of this suite; they first get time for a snapshot.
 
-    bash scripts/cleanup.sh --dry-run                # list what runs on this machine
-    bash scripts/cleanup.sh HOSTS_FILE --name RUN    # end one run on all hosts of a file
+    bash scripts/cleanup.sh --dry-run              # list the runs here
+    bash scripts/cleanup.sh HOSTS_FILE --name RUN  # end a run on all hosts
 
 Without --name this ends all runs under this login, including a colleague's. On a terminal it lists
-them and asks first. It does not touch any other program."""
+the runs and asks first. It does not touch any other program."""
 ARGUMENTS = globals().get("ARGUMENTS")  # given when this file was sent over ssh
 
 
@@ -55,6 +55,7 @@ class Process:
         environment = {name: value for name, _, value in pairs}
         lines = "".join(word.replace("\n", " ") + "\n" for word in words)
         self.text = f"{pid}{' (orphaned)' * (self.parent == 1)}: {' '.join(lines.split())[:120]}"
+        self.folder = os.readlink(folder + "/cwd")
         self.python = os.path.basename(os.readlink(folder + "/exe")).startswith("python")
         command = _COMMAND.match(lines) if self.python else None
         # Whether it is torchrun itself, not one of its workers, which have a rank.
@@ -94,6 +95,27 @@ def find(run):
     return [one for one in ours if not run or belongs(one)]
 
 
+def describe(processes):
+    """Yield two lines for each run: its name, size and folder; its first process.
+
+    Processes belong together if they have an ancestor in common, or the run's name and folder.
+    """
+    known, families, described = {one.pid: one for one in processes}, {}, {}
+    for one in processes:
+        first = one
+        while first.parent in known:
+            first = known[first.parent]
+        families.setdefault(first.pid, []).append(one)
+    for pid, members in families.items():
+        names = ", ".join(sorted({one.run for one in members if one.run}))
+        key = (names, known[pid].folder) if names else pid
+        described.setdefault(key, (names, known[pid], []))[2].extend(members)
+    for names, first, members in described.values():
+        kind = f"the run {names}" if names else "a run without --name"
+        number = f"{len(members)} process{'es' * (len(members) > 1)}"
+        yield f"{kind}: {number} in {first.folder}\n    {first.text}"
+
+
 def ask(processes):
     """Send SIGTERM to the processes that can write a snapshot, or pass the signal on.
 
@@ -113,8 +135,8 @@ def clean(grace, dry_run, run):
     left = find(run)
     if not left:
         print(f"nothing of {run or 'this suite'} is running")
-    for one in left:
-        print(f"{'would end' if dry_run else 'ending'} {one.text}")
+    for lines in describe(left):
+        print(f"{'would end' if dry_run else 'ending'} {lines}")
     if dry_run:
         return 0
     ask(left)
@@ -137,7 +159,7 @@ def main():
     parser = hosts.make_parser("cleanup.sh", HELP)
     add = parser.add_argument
     add("--name", metavar="RUN", help="end only this run (started with --name RUN)")
-    add("--dry-run", action="store_true", help="only list what would be ended")
+    add("--dry-run", action="store_true", help="only list the runs that would be ended")
     add("--yes", action="store_true", help="on a terminal, do not ask first")
     text = "time between SIGTERM and SIGKILL"
     add("--grace", type=hosts.non_negative, default=30.0, metavar="SECONDS", help=text)
@@ -160,7 +182,7 @@ def main():
         print(listed.getvalue(), end="")
         if "would end" not in listed.getvalue():
             return code
-        if input("End these processes? [y/N] ").strip().lower() not in ("y", "yes"):
+        if input("End these runs? [y/N] ").strip().lower() not in ("y", "yes"):
             print("nothing was ended")
             return 0
     return act(options.dry_run)
