@@ -42,6 +42,7 @@ _left_out: Counter[str] = Counter()  # reasons
 
 # One of torchvision's smallest models: writing its snapshots costs next to nothing.
 SMALL = ("-a", "shufflenet_v2_x0_5", "--image-size", "32", "-j", "1")
+WITH_TORCH = ("imagenet_", *(f"scripts/{x}" for x in ("audit_run", "model_results", "show_images")))
 TIMEOUT = 240  # seconds; a limit against hangs, not a measurement
 
 
@@ -112,9 +113,9 @@ def activated(**changes: str) -> dict[str, str]:
 def python(*arguments: object, timeout: float = TIMEOUT, **env: str) -> Result:
     """Run this interpreter in the repository's root, wait for it, and return the result.
 
-    A script of one process runs in a fork of a process that has torch loaded already.
+    A script that imports torch runs in a fork of a process that has done so.
     """
-    if arguments[0] in ("imagenet_nd.py", "imagenet_dp.py"):
+    if str(arguments[0]).startswith(WITH_TORCH):
         from joined import command  # which itself imports this file
 
         return command(str(arguments[0]).removesuffix(".py"), *arguments[1:], **env)

@@ -47,13 +47,13 @@ class Job:
 
 
 def command(script: str, *words: object, **env: str) -> Result:
-    """Run a script of one process, as `conftest.python` does, but in a fork of the server."""
+    """Run a script, as `conftest.python` does, but in a fork of the server."""
     with _Forked(script, *words, **env) as run:
         return run.result()
 
 
 class _Forked(Running):
-    """A script of one process in a fork of the server, in its own session, too."""
+    """A script in a fork of the server, in its own session, too. It forks its own processes."""
 
     def launch(self, script: str, *words: object, **env: str) -> SimpleNamespace:
         self.folder = tempfile.TemporaryDirectory()
@@ -66,12 +66,16 @@ class _Forked(Running):
             process.join()
             return process.exitcode
 
-        return SimpleNamespace(pid=process.pid, kill=process.kill, wait=wait, stdout=open(out))
+        def poll() -> int | None:
+            return process.exitcode
+
+        calls = {"kill": process.kill, "wait": wait, "poll": poll}
+        return SimpleNamespace(pid=process.pid, stdout=open(out), **calls)
 
 
 def start(script: str, *arguments: object, launcher: tuple = (), **env: str) -> Running:
-    """Like `running.start`; a script of one process runs in a fork of the server."""
-    if launcher or script not in ("imagenet_nd.py", "imagenet_dp.py"):
+    """Like `running.start`; without a ``launcher`` the script runs in a fork of the server."""
+    if launcher:
         return running.start(script, *arguments, launcher=launcher, **env)
     return _Forked(script.removesuffix(".py"), *SMALL, *arguments, **env)
 
@@ -112,9 +116,28 @@ def _as_command(
     multiprocessing.process._parent_process = None  # a script that a person starts has none
     torch.set_num_threads(1)
     sys.argv = [f"{script}.py", *words]
-    with _observed(f"{files[0]}.json", stop):
+    with _observed(f"{files[0]}.json", stop), _forked_ranks():
         folder = ROOT if (ROOT / f"{script}.py").is_file() else ROOT / "tests"
         runpy.run_path(str(folder / f"{script}.py"), run_name="__main__")
+
+
+@contextmanager
+def _forked_ranks() -> Iterator[None]:
+    """Let `utils.start.launch` fork the processes of a node instead of spawning them."""
+    from utils.start import launch
+
+    get_context = multiprocessing.get_context
+
+    class Rank(multiprocessing.get_context("fork").Process):
+        def run(self) -> None:
+            launch.prepare("__mp_main__")  # as a spawned one does, when it imports the script
+            super().run()
+
+    def context(method: str | None = None) -> Any:
+        return SimpleNamespace(Process=Rank) if method == "spawn" else get_context(method)
+
+    with mock.patch.object(multiprocessing, "get_context", context):
+        yield
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 import joined
 import pytest
 import torch
-from conftest import ROOT, SMALL, STAND_IN, Result, draw_folder, python, shell, summary
+from conftest import ROOT, SMALL, Result, draw_folder, python, shell, summary
 from running import TINY_LINE, TORCHRUN, alone, tiny
 
 from utils.start.addresses import free_port
@@ -214,26 +214,12 @@ def test_models_that_cannot_be_trained_so_are_one_line():
 
 # ---- losses that are no numbers
 
-SPOILT = """
-import sys
-from torch import nn
-import imagenet_{mode} as script
-from utils.start import launch
-class Spoilt(nn.CrossEntropyLoss):
-    calls = 0
-    def forward(self, *a):
-        Spoilt.calls += 1
-        return super().forward(*a) * {factor}
-script.nn.CrossEntropyLoss = Spoilt
-launch.run_main(script.main)
-"""
 
-
-def spoilt(mode: str, factor: str, *options: object, **more: str) -> Result:
+def spoilt(mode: str, factor: str, *options: object, **env: str) -> Result:
     """A training whose loss is multiplied by ``factor``."""
     words = ("-a", "tiny_plain", "--image-size", "32", "--name", "one", *options)
-    env = {"STEP_SECONDS": "0.1", "PYTHONPATH": f"{STAND_IN}:{ROOT}"} | more
-    return python("-c", SPOILT.format(mode=mode, factor=factor), *words, **env)
+    env |= {"SCRIPT": f"imagenet_{mode}", "FACTOR": factor, "STEP_SECONDS": "0.1"}
+    return joined.command("spoilt_runner", *words, **env)
 
 
 def test_a_loss_scale_that_falls_without_end_leaves_the_last_snapshot(folder, tmp_path):
@@ -250,7 +236,7 @@ def test_a_loss_scale_that_falls_without_end_leaves_the_last_snapshot(folder, tm
 
 def test_no_snapshot_is_written_once_the_loss_is_no_number(folder, tmp_path):
     """It is due after each step, long before the line that would show the loss."""
-    factor = "(1 if Spoilt.calls < 4 else float('nan'))"
+    factor = "(1 if calls < 4 else float('nan'))"
     often = ("-b", "5", "-j", "0", "-p", "1000", "--snapshot-minutes", "0")
     done = spoilt("nd", factor, *often, "--output-dir", tmp_path, folder)
     done.fails_with("loss", "nan", "last snapshot is intact")

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from running import Process, Running, eventually, free_port, start
+from joined import start
+from running import Process, Running, eventually, free_port
 
 from utils.data.being_read import BeingRead
 from utils.start import hang, progress
@@ -35,15 +36,11 @@ def job(
 
 
 def process_of_rank(run: Running, rank: int) -> Process:
-    """The training process; its loader workers have the same environment."""
+    """The training process: they have loader workers, and started in the order of their ranks."""
     family = run.meet_family()
-    mine = [one for one in family if f"RANK={rank}" in environment_of(one.pid)]
-    (one,) = [one for one in mine if one.parent not in {other.pid for other in mine}]
-    return one
-
-
-def environment_of(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/environ").read_text().split("\0")
+    parents = {one.parent for one in family}
+    ranks = [one for one in family if one.parent == run.pid and one.pid in parents]
+    return sorted(ranks, key=lambda one: (one.started, one.pid))[rank]
 
 
 def the_line(text: str) -> str:
@@ -70,11 +67,11 @@ def test_a_frozen_rank_is_named_when_the_time_is_over(folder, tmp_path, way, ran
     for words in (
         "has shown no sign of life for ",
         f"its process {victim} {STOPPED}; rank {1 - rank} waits for it ",
-        " of epoch ",
         f"(--dist-timeout {LIMIT} s)",
         "--resume auto",
     ):
         assert words in line
+    assert re.search(r" waits for it (in step \d+ of epoch|while evaluating \(epoch) \d", line)
     assert took < 4 * LIMIT, "a frozen process is found when --dist-timeout is over"
 
 

@@ -11,10 +11,13 @@ import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import running
 from conftest import ROOT, python, summary
-from running import TORCHRUN, Process, Running, eventually, everyone, start
+from joined import start
+from running import TORCHRUN, Process, Running, eventually, everyone
 
 from utils.start import errors, launch, signals, temporary
 from utils.start.cores import usable_cores
@@ -28,7 +31,9 @@ WAYS = {
 }
 
 
-def endless(way: str, folder: Path, runs: Path, step_seconds: float = 0.05, **more: str) -> Running:
+def endless(
+    way: str, folder: Path, runs: Path, step_seconds: float = 0.05, start: Any = start, **more: str
+) -> Running:
     """A run with two loader workers that continues until something ends it."""
     script, options, launcher = WAYS[way]
     lasting = ("-a", "tiny_plain", "-b", "5", "--epochs", "10000", "-p", "1", "-j", "2")
@@ -69,7 +74,7 @@ def marked(mark: str) -> list[Process]:
 def test_nothing_outlives_the_process_that_was_typed(folder, tmp_path, way, least, training):
     """Ranks that still import torch, which takes seconds, have to notice that it is gone."""
     mark = f"{tmp_path}/{random.getrandbits(40):x}"
-    with endless(way, folder, tmp_path, MARK=mark) as run:
+    with endless(way, folder, tmp_path, start=running.start, MARK=mark) as run:
         if training:
             run.until(r"step +3/")
         assert eventually(lambda: len(marked(mark)) >= (least if training else least - 1))
@@ -149,10 +154,10 @@ def test_temporary_folders_of_a_killed_run_are_removed_by_the_next(folder, tmp_p
 
     with tempfile.TemporaryDirectory(dir="/tmp") as short:
         (Path(short) / "pymp-foreign").mkdir()
-        with endless(way, folder, tmp_path / "a", TMPDIR=short) as lives:
+        with endless(way, folder, tmp_path / "a", start=running.start, TMPDIR=short) as lives:
             lives.until(r"step +3/")
             of_living = left()
-            with endless(way, folder, tmp_path / "b", TMPDIR=short) as killed:
+            with endless(way, folder, tmp_path / "b", start=running.start, TMPDIR=short) as killed:
                 killed.until(r"step +3/")
                 killed.meet_family()
                 killed.send(signal.SIGKILL)

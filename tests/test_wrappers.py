@@ -86,17 +86,19 @@ def test_arguments_reach_a_script_of_one_process(tmp_path):
 # What a shell may hand to the commands that it starts. HERE is a folder of the test.
 FUNCTIONS = """cd() { builtin cd "$@" && ls -a; }
 python3() { echo mine; }; sed() { echo mine; }; dirname() { echo /; }"""
+VARIABLES = f"""mkdir -p HERE/other/scripts; export CDPATH=HERE/other:.:..
+cat >HERE/rc <<'END'
+{FUNCTIONS}
+END
+export BASH_ENV=HERE/rc GREP_OPTIONS='-v --color=always' LC_ALL=C LANG=C
+export PYTHONHOME=/nowhere PYTHONSAFEPATH=1 PYTHONINSPECT=1
+export shell=zsh root=/ base=/ name=a files=b log=c why=d listed=e
+export label=f torchrun=g variables=h preflight=i processes=7 most=1 cores=k data=l
+unset HOME USER LOGNAME HOSTNAME"""
 EXPORTS = {
-    "CDPATH": "mkdir -p HERE/other/scripts; export CDPATH=HERE/other:.:..",
+    "variables": VARIABLES,
     "functions": f"{FUNCTIONS}; export -f cd python3 sed dirname",
-    "BASH_ENV": f"cat >HERE/rc <<'END'\n{FUNCTIONS}\nEND\nexport BASH_ENV=HERE/rc",
-    "options": "set -f; export SHELLOPTS POSIXLY_CORRECT=1",
-    "GREP_OPTIONS": "export GREP_OPTIONS='-v --color=always'",
-    "Python": "export PYTHONHOME=/nowhere PYTHONSAFEPATH=1 PYTHONINSPECT=1",
-    "names of variables": "export shell=zsh root=/ base=/ name=a files=b log=c why=d listed=e "
-    "label=f torchrun=g variables=h preflight=i processes=7 most=1 cores=k data=l",
-    "no home": "unset HOME USER LOGNAME HOSTNAME",
-    "locale": "export LC_ALL=C LANG=C",
+    "options": "set -f; export SHELLOPTS POSIXLY_CORRECT=1",  # in which BASH_ENV is not read
 }
 
 
@@ -157,44 +159,49 @@ def training(wrapper: str, *options: object, **env: str) -> Running:
     return Running("-c", become, *words, "-p", "1", *options, **env)
 
 
-def test_the_printed_torchrun_command_can_be_pasted(folder, tmp_path):
-    """It continues the run, as the wrapper itself would."""
-    options = ("--epochs", "1", "--output-dir", tmp_path, folder)
+def ended(run: Running, end: str) -> Result:
+    """The result of a training that a signal ends, after which none of its processes lives."""
+    run.until(r"step +3/")
+    family = run.meet_family()
+    if end == "rank":
+        parents = {one.parent for one in family}  # the ranks have loader workers
+        ranks = [one for one in family if one.parent == run.pid and one.pid in parents]
+        os.kill(max(one.pid for one in ranks), signal.SIGKILL)
+    else:
+        run.send(getattr(signal, end), group=end == "SIGINT")
+    result = run.result()
+    assert eventually(lambda: not any(one.lives() for one in family)), family
+    assert "Traceback" not in result.err
+    return result
+
+
+@pytest.mark.parametrize("end", ["SIGINT", pytest.param("SIGTERM", marks=pytest.mark.long)])
+def test_the_printed_torchrun_command_continues_a_stopped_training(folder, tmp_path, end):
+    """As the wrapper itself would."""
+    options = ("--epochs", "10000", "--output-dir", tmp_path, folder)
     with training("one_node_train.sh 1 run 5", *options) as run:
         line = run.until(r"^\+ .*torchrun .*--nnodes=1 ")
-        assert run.result().code == 0
+        result = ended(run, end)
+    assert result.code == 75, result.err
+    assert "interrupted by a signal" in result.out  # tee outlives what it copies
+    assert summary(tmp_path / "run")["finished_because"] == "interrupted"
+    assert (tmp_path / "run/snapshot.pt").is_file()
     assert line in (tmp_path / "run/node0.log").read_text()
-    pasted = line.removeprefix("+ ").strip().replace("--epochs 1", "--epochs 2")
+    epoch = int(re.findall(r"Epoch (\d+)/10000 step", result.out)[-1])
+    pasted = line.removeprefix("+ ").strip().replace("--epochs 10000", f"--epochs {epoch}")
     (done,) = shell(f"cd {tmp_path} && {pasted}", **tiny()[1])
     assert done.code == 0, done.err
     assert "resumed from" in done.out
-    assert [summary(tmp_path / "run")[key] for key in ("world_size", "epochs_done")] == [2, 2]
+    facts = summary(tmp_path / "run")
+    assert [facts[key] for key in ("world_size", "epochs_done")] == [2, epoch]
 
 
-ENDS = [("SIGINT", 75), ("SIGKILL", -9), ("rank", 137)]
-ENDS += [pytest.param("SIGTERM", 75, marks=pytest.mark.long)]
-
-
-@pytest.mark.parametrize(("end", "code"), ENDS)
-def test_ends_of_a_training_by_torchrun(folder, tmp_path, end, code):
+@pytest.mark.parametrize(("end", "code"), [("SIGKILL", -9), ("rank", 137)])
+def test_a_training_by_torchrun_or_a_rank_of_it_is_killed(folder, tmp_path, end, code):
     options = ("--epochs", "10000", "--output-dir", tmp_path, folder)
     with training("one_node_train.sh 1 run 5", *options) as run:
-        run.until(r"step +3/")
-        family = run.meet_family()
-        if end == "rank":
-            parents = {one.parent for one in family}  # the ranks have loader workers
-            ranks = [one for one in family if one.parent == run.pid and one.pid in parents]
-            os.kill(max(one.pid for one in ranks), signal.SIGKILL)
-        else:
-            run.send(getattr(signal, end), group=end == "SIGINT")
-        result = run.result()
-        assert eventually(lambda: not any(one.lives() for one in family)), family
+        result = ended(run, end)
     assert result.code == code, result.err
-    assert "Traceback" not in result.err
-    if code == 75:
-        assert summary(tmp_path / "run")["finished_because"] == "interrupted"
-        assert (tmp_path / "run/snapshot.pt").is_file()
-        assert "interrupted by a signal" in result.out  # tee outlives what it copies
     if end == "rank":
         assert result.err.splitlines()[-1] == "error: a training process was killed by SIGKILL"
 
