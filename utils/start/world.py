@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -320,7 +321,9 @@ def form_buckets(replica: nn.Module, world: World, args: Options) -> None:
     if world.size == 1 or args.evaluate or not isinstance(replica, DistributedDataParallel):
         return
     replica.eval()
-    with torch.enable_grad():
+    with torch.enable_grad(), warnings.catch_warnings():
+        # Of a single image, some gradients are slices, as that of a ViT's class token.
+        warnings.filterwarnings("ignore", "Grad strides do not match", UserWarning)
         images = torch.zeros(1, 3, args.image_size, args.image_size, device=world.device)
         replica(images).sum().backward()
     for parameter in replica.parameters():
