@@ -258,6 +258,7 @@ def test_the_best_validation_loss_is_the_lowest_whatever_chooses_the_best_model(
         assert rows_of((one, run))["Best Validation Loss"] == ["0.5000", "-"]
     run.scalars["Loss/ema"][4] = 0.4
     assert rows_of((one, run))["Best Validation Loss"] == ["0.4000", "-"]
+    assert "\n- Best validation loss: the lowest of all epochs." in study_page.LEGEND
 
 
 def test_repeats_have_a_mean_and_a_spread():

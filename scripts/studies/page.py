@@ -19,7 +19,9 @@ LEGEND = """\
 - Epoch time: evaluation included. The first epoch is left out if there are others.
 - Epoch num: epochs finished in that time.
 - Scaling efficiency: epoch time x processes of column 1, divided by this column's product of both.
-- Validation loss, test loss and accuracy: those of best.pt, the model that --best-by chooses."""
+  Evaluation counts. The efficiency under "Metrics" compares training images/s, so it may differ.
+- Best validation loss: the lowest of all epochs. It may be another epoch than that of best.pt.
+- Test loss and accuracy: those of best.pt, the model that --best-by chooses."""
 
 Column = list[tuple[StudyRun, Run]]  # the runs on one number of nodes, one per seed
 
