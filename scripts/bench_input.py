@@ -33,18 +33,47 @@ from utils.start import launch
 
 launch.prepare()  # before torch is imported, which takes seconds
 
+from bench import photographs
+
+from utils.start.option_types import DocstringFormatter, count, list_of, number, positive
+
+BATCH = 64
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=DocstringFormatter)
+    add = parser.add_argument
+    add("data", nargs="?", type=Path, metavar="DATA", help="folder with train/CLASS/*.JPEG")
+    add("--rounds", type=positive, default=5, metavar="N", help="runs of each pipeline (5)")
+    text = f"batches of {BATCH} images in a round of the first row (40); faster rows make more"
+    add("--batches", type=positive, default=40, metavar="N", help=text)
+    add("-j", "--workers", type=count, default=2, metavar="N", help="data loading workers (2)")
+    text = "compare a folder, tar files and pytorch/examples on disks with these delays"
+    add("--latency", type=list_of(number(float, 0, 1000)), metavar="MS,MS", help=text)
+    text = "images to make without DATA (1500)"
+    add("--images", type=positive, default=1500, metavar="N", help=text)
+    text = "folder of photographs to cut the images from; default: those of the Debian packages "
+    text += ", ".join(photographs.PACKAGES)
+    add("--photographs", type=Path, metavar="DIR", help=text)
+    cache, text = ROOT / "data/bench", "folder for these images and copies (%(default)s)"
+    add("--cache", type=lambda x: Path(x).resolve(), default=cache, metavar="DIR", help=text)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    parse()  # before torch is imported
+    launch.print_first_line(sys.stderr)
+
 import numpy as np
 import torch
-from bench import commands, photographs, pipelines, rounds
+from bench import commands, pipelines, rounds
 
 from utils.data.opening import class_folders, open_source
 from utils.data.samplers import Batch, epoch_order
 from utils.data.sources import Source
 from utils.start.cores import usable_cores
 from utils.start.errors import UserError
-from utils.start.option_types import DocstringFormatter, count, list_of, number, positive
 
-BATCH = 64
 IDLE_SECONDS = 0.05
 MOST = 12  # limit of a row's batches, as a multiple of the first row's
 LATENCY, SLOW_PATHS = "LATENCY_US", "LATENCY_PATHS"  # read by scripts/bench/latency.c
@@ -100,26 +129,6 @@ def restart_with_slow_disk(args: argparse.Namespace) -> None:
     paths = ":".join(map(str, [args.cache, *([args.data.resolve()] if args.data else [])]))
     slow = {"LD_PRELOAD": str(library), SLOW_PATHS: paths, LATENCY: "0"}
     os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | slow)
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=DocstringFormatter)
-    add = parser.add_argument
-    add("data", nargs="?", type=Path, metavar="DATA", help="folder with train/CLASS/*.JPEG")
-    add("--rounds", type=positive, default=5, metavar="N", help="runs of each pipeline (5)")
-    text = f"batches of {BATCH} images in a round of the first row (40); faster rows make more"
-    add("--batches", type=positive, default=40, metavar="N", help=text)
-    add("-j", "--workers", type=count, default=2, metavar="N", help="data loading workers (2)")
-    text = "compare a folder, tar files and pytorch/examples on disks with these delays"
-    add("--latency", type=list_of(number(float, 0, 1000)), metavar="MS,MS", help=text)
-    text = "images to make without DATA (1500)"
-    add("--images", type=positive, default=1500, metavar="N", help=text)
-    text = "folder of photographs to cut the images from; default: those of the Debian packages "
-    text += ", ".join(photographs.PACKAGES)
-    add("--photographs", type=Path, metavar="DIR", help=text)
-    cache, text = ROOT / "data/bench", "folder for these images and copies (%(default)s)"
-    add("--cache", type=lambda x: Path(x).resolve(), default=cache, metavar="DIR", help=text)
-    return parser.parse_args()
 
 
 def made_images(args: argparse.Namespace) -> Path:

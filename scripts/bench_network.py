@@ -129,6 +129,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def methods(text: str) -> list[str]:
     """Parse the value of ``--methods``."""
+    launch.print_first_line(sys.stderr)
     from utils.model import compress
 
     try:

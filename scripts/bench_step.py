@@ -45,37 +45,8 @@ from utils.start import launch, signals
 
 launch.prepare()  # before torch is imported, which takes seconds
 
-from bench import commands, rounds
-
-from utils.data.sources import SUFFIXES
 from utils.start.cores import usable_cores
-from utils.start.errors import INTERRUPTED, UserError, exit_with
-from utils.start.gpu_check import check_gpus
 from utils.start.option_types import DocstringFormatter, count, positive
-
-SCRIPTS = {name: f"imagenet_{name}.py" for name in ("nd", "dp", "ddp", "fsdp")}
-SCRIPTS |= dict.fromkeys(("O0", "O1", "O2", "O3"), "imagenet_ddp_apex.py")
-TIME_STEP = "scripts/bench/time_step.py"
-PEERS = dict.fromkeys(("examples", "torchvision"), "scripts/bench/peer_loops.py")
-ADDITIONS = {word: ["--amp", word] for word in ("off", "fp16", "bf16")}
-ADDITIONS |= {"channels_last": ["--channels-last"], "compile": ["--compile", "default"]}
-COLUMNS = {
-    "images/s": ("images_per_s", ".1f"),
-    "ms per step": ("ms_per_step", ".1f"),
-    "CPU ms per image": ("cpu_ms_per_image", ".1f"),
-    "host ms": ("host_ms_per_step", ".2f"),
-    "GiB": ("peak_gib", ".2f"),
-    "ratio": ("ratio", ".2f"),
-}
-
-
-def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
-    ends = (signal.SIGTERM, signal.SIGHUP)
-    signals.handle(lambda number, _: sys.exit(128 + number), ends)  # the case, too
-    check_gpus()
-    print(page(measure(args), args))
-    return 0
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -103,6 +74,41 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     text = "also time this command, in which {data} is replaced; may be repeated"
     add("--peer", action="append", default=[], metavar="NAME=COMMAND", help=text)
     return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    parse(None)  # before torch is imported
+    launch.print_first_line(sys.stderr)
+
+from bench import commands, rounds
+
+from utils.data.sources import SUFFIXES
+from utils.start.errors import INTERRUPTED, UserError, exit_with
+from utils.start.gpu_check import check_gpus
+
+SCRIPTS = {name: f"imagenet_{name}.py" for name in ("nd", "dp", "ddp", "fsdp")}
+SCRIPTS |= dict.fromkeys(("O0", "O1", "O2", "O3"), "imagenet_ddp_apex.py")
+TIME_STEP = "scripts/bench/time_step.py"
+PEERS = dict.fromkeys(("examples", "torchvision"), "scripts/bench/peer_loops.py")
+ADDITIONS = {word: ["--amp", word] for word in ("off", "fp16", "bf16")}
+ADDITIONS |= {"channels_last": ["--channels-last"], "compile": ["--compile", "default"]}
+COLUMNS = {
+    "images/s": ("images_per_s", ".1f"),
+    "ms per step": ("ms_per_step", ".1f"),
+    "CPU ms per image": ("cpu_ms_per_image", ".1f"),
+    "host ms": ("host_ms_per_step", ".2f"),
+    "GiB": ("peak_gib", ".2f"),
+    "ratio": ("ratio", ".2f"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    ends = (signal.SIGTERM, signal.SIGHUP)
+    signals.handle(lambda number, _: sys.exit(128 + number), ends)  # the case, too
+    check_gpus()
+    print(page(measure(args), args))
+    return 0
 
 
 def command(case: str, args: argparse.Namespace, out: Path, data: Path | None = None) -> list[str]:

@@ -76,6 +76,8 @@ def examine(args: argparse.Namespace) -> int:
             preflight.meet(args.rank, args.nodes, 1, (args.master, args.port), args.wait)
         else:
             args.port = addresses.free_port()
+        if is_printed:
+            launch.print_first_line()
         from checks import together  # imports torch
 
         from utils.model import models

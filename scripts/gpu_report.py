@@ -18,6 +18,22 @@ from utils.start import launch, signals
 
 launch.prepare()  # before torch is imported, which takes seconds
 
+from utils.start.option_types import number
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    above_0 = number(float, 0, exclusive=True)
+    parser.add_argument("--minutes", type=above_0, default=15.0, help="time limit (%(default)g)")
+    parser.add_argument("--out", type=Path, default=Path("gpu_report"), help="folder (%(default)s)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    parse()  # before torch is imported
+    launch.print_first_line(sys.stderr)
+
 import torch
 from bench import commands, photographs
 
@@ -25,7 +41,6 @@ from utils import comparison
 from utils.start.cores import usable_cores
 from utils.start.errors import INTERRUPTED, UserError, exit_with
 from utils.start.gpu_check import check_gpus
-from utils.start.option_types import number
 
 
 class Part(NamedTuple):
@@ -111,12 +126,7 @@ def section(part: Part, deadline: float, names: dict[str, str], small: bool) -> 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    above_0 = number(float, 0, exclusive=True)
-    parser.add_argument("--minutes", type=above_0, default=15.0, help="time limit (%(default)g)")
-    parser.add_argument("--out", type=Path, default=Path("gpu_report"), help="folder (%(default)s)")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    args = parser.parse_args()
+    args = parse()
     small = args.device == "cpu"
     if not small:
         check_gpus()

@@ -28,32 +28,9 @@ from utils.start import launch
 
 launch.prepare()  # before torch is imported, which takes seconds
 
-from compare import page
-from results import class_names, export, figures, predictions
-from results.predictions import Best, Predictions
-
-import imagenet_ddp
-from utils import options
-from utils.data.opening import has_part
 from utils.data.options import CORES
 from utils.model.options import add_amp
-from utils.run.console import Console
-from utils.run.run_directory import OPTIONS
-from utils.run.snapshots import BEST
-from utils.start.errors import UserError, printable
 from utils.start.option_types import Formatter, Options, Parser, count, positive
-from utils.start.world import World, process_group
-
-
-class ResultOptions(Options):
-    """Those of the evaluation and of this command."""
-
-    best: list[Path]  # files of the models
-    evaluates: bool  # whether there are images to evaluate on
-    images: list[Path]
-    real: Path | None
-    all_classes: bool
-    out: Path  # folder for the files
 
 
 def parser() -> ArgumentParser:
@@ -81,6 +58,35 @@ def parser() -> ArgumentParser:
     add_amp(parser)
     launch.add_options(parser)
     return parser
+
+
+if __name__ == "__main__":
+    parser().parse_args()  # before torch is imported
+    launch.print_first_line()
+
+from compare import page
+from results import class_names, export, figures, predictions
+from results.predictions import Best, Predictions
+
+import imagenet_ddp
+from utils import options
+from utils.data.opening import has_part
+from utils.run.console import Console
+from utils.run.run_directory import OPTIONS
+from utils.run.snapshots import BEST
+from utils.start.errors import UserError, printable
+from utils.start.world import World, process_group
+
+
+class ResultOptions(Options):
+    """Those of the evaluation and of this command."""
+
+    best: list[Path]  # files of the models
+    evaluates: bool  # whether there are images to evaluate on
+    images: list[Path]
+    real: Path | None
+    all_classes: bool
+    out: Path  # folder for the files
 
 
 def main() -> int:

@@ -22,6 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from utils.start import launch
 
 launch.prepare()  # before torch is imported, which takes seconds
+if __name__ == "__main__":
+    launch.print_first_line()
 
 import numpy as np
 import torch

@@ -1,10 +1,12 @@
 """Bad input: a one-line error message that names the cause, a non-zero exit code, nothing lost."""
 
 import errno
+import json
 import os
 import re
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import joined
@@ -125,6 +127,32 @@ def test_a_data_set_that_cannot_be_trained_on_leaves_no_run(data):
     shutil.rmtree(data)
     attempt("--output-dir", output, data).fails_with(f"{data} is missing")
     assert not output.exists() or not list(output.iterdir())
+
+
+def test_a_training_that_does_not_begin_leaves_nothing(folder, tmp_path):
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "text.pt").write_text("no checkpoint")
+    for place in ("kept", "made/and/made"):
+        for name in ((), ("--name", "one")):
+            options = ("--resume", tmp_path / "text.pt", "--output-dir", tmp_path / place, *name)
+            attempt(*options, folder).fails_with("text.pt is not a checkpoint")
+    assert sorted(tmp_path.rglob("*")) == [tmp_path / "kept", tmp_path / "text.pt"]
+
+
+WITHOUT_TORCH = "raise SystemExit('torch was imported')"
+
+
+@pytest.mark.parametrize("launcher", [{}, {"RANK": "0", "LOCAL_RANK": "0"}])
+def test_what_needs_no_torch_is_checked_before_it_is_imported(data, launcher):
+    """Also below torchrun, where the start of each process takes seconds."""
+    (data / "torch").mkdir()
+    (data / "torch/__init__.py").write_text(WITHOUT_TORCH)
+    shutil.rmtree(data / "val")
+    words = (data, "--lr", "x"), (data / "none",), (data, "--epochs", "1"), (data / "train",)
+    for line, named in zip(words, ("--lr", "none is missing", "run `python", "run `"), strict=True):
+        done = python("imagenet_ddp.py", *line, PYTHONPATH=str(data), **launcher)
+        done.fails_with(named)
+        assert not done.out
 
 
 def test_control_characters_of_a_file_name_are_escaped(data):
@@ -272,6 +300,18 @@ def test_torchrun_ends_with_the_error_of_the_slowest_process(tmp_path):
     assert done.err.strip("=\n").endswith("error: the data folder is missing"), done.err
 
 
+def test_torchrun_reports_a_process_that_it_has_stopped_as_no_cause(tmp_path):
+    (tmp_path / "reported").touch()  # by another process
+    file = tmp_path / "error.json"
+    env = {"IMAGENET_REPORTED": str(tmp_path / "reported"), "TORCHELASTIC_ERROR_FILE": str(file)}
+    code, now = "from utils.start import signals; signals.say(15)", int(time.time())
+    done = python("-c", code, PYTHONPATH=str(ROOT), **env)
+    assert (done.code, done.out, done.err) == (0, "", "")
+    message = json.loads(file.read_text())["message"]
+    assert message["message"] == "SIGTERM: stopped, as another process has failed"
+    assert int(message["extraInfo"]["timestamp"]) > now, "the earliest one is shown as the cause"
+
+
 def test_an_error_that_the_first_process_does_not_have_is_reported_by_the_other():
     code = RAISED_BY.format(seconds=0, more="")
     done = python("-c", code, LOCAL_RANK="1", PYTHONPATH=str(ROOT))
@@ -295,7 +335,7 @@ def test_several_processes_report_an_error_once(data):
     ("line", "package"),
     [
         ("imagenet_ddp.py --help", "numpy"),
-        ("scripts/bench_input.py", "numpy"),
+        ("scripts/bench_input.py", "pillow"),
         ("scripts/prepare_data.py sample nowhere", "tqdm"),
         ("scripts/compare_runs.py RUN", "tensorboard"),
     ],

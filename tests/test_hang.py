@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import running
 from joined import start
 from running import Process, Running, eventually, free_port
 
@@ -94,6 +95,25 @@ def test_a_rank_that_hangs_in_a_function_is_named_with_it(folder, tmp_path, step
         assert re.search(r"rank 1 of 2 on \S+ \(node 1\) has made no progress for \d+ s ", line)
         assert f" s {where}: it is in wait_for_a_signal (tests/stand_in/timm/__ini" in line
         assert "; rank 0 waits for it" in line
+
+
+@pytest.mark.parametrize(("processes", "rank"), [(3, 2), (2, 0)])
+def test_a_rank_that_is_frozen_before_it_joins_is_named(folder, tmp_path, processes, rank):
+    words = ("-g", processes, "-b", "5", "--dist-timeout", LIMIT, "--output-dir", tmp_path, folder)
+    with running.start("imagenet_ddp.py", *words) as run:  # a fork would have joined at once
+
+        def victims() -> list[Process]:
+            mark = f"\0RANK={rank}\0".encode()
+            family = run.meet_family()
+            return [one for one in family if mark in Path(f"/proc/{one.pid}/environ").read_bytes()]
+
+        assert eventually(lambda: bool(victims()))
+        os.kill(victims()[0].pid, signal.SIGSTOP)
+        result = run.result()
+    assert result.code == LOST_PEER
+    expected = f"error: rank {rank} of {processes} has not joined the job within {LIMIT} s "
+    assert the_line(result.err).startswith(expected)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_loader_worker_that_hangs_is_named(folder, tmp_path):

@@ -1,6 +1,7 @@
 """Ordinary machines and shells: no home, few files, a terminal without UTF-8, other work."""
 
 import os
+import re
 import tempfile
 
 import pytest
@@ -10,14 +11,21 @@ LINE = " ".join(("-a tiny_plain", *SMALL[2:4], "-b 5 --epochs 1"))
 TRAINING = sorted(path.name for path in ROOT.glob("imagenet_*.py"))
 
 
-@pytest.mark.parametrize("script", [*TRAINING, "scripts/bench_step.py", "scripts/model_results.py"])
-def test_threads_of_openmp_sleep_at_barriers(script, folder, tmp_path):
-    """Threads that spin take the cores of the loader workers. OpenMP reads it with torch."""
+SLOW_STARTS = """bench_input.py|bench_network.py|bench_step.py|doctor.py --data=DATA
+gpu_report.py --device=cpu|model_results.py DATA|show_images.py DATA"""
+
+
+@pytest.mark.parametrize("line", [*TRAINING, *re.split(r"[|\n]", SLOW_STARTS)])
+def test_a_start_says_so_and_sets_up_openmp_before_torch_is_imported(line, folder, tmp_path):
+    """The import takes seconds. Threads that spin take the cores of the loader workers."""
     (tmp_path / "torch").mkdir()
     lines = "import os", "raise SystemExit('policy: ' + os.environ.get('OMP_WAIT_POLICY', ''))"
     (tmp_path / "torch/__init__.py").write_text("\n".join(lines))
-    (done,) = shell(f"python {script} {folder}", PYTHONPATH=str(tmp_path))
-    assert done.err == "policy: passive\n", done
+    name = line.split()[0]
+    line = f"{line} {folder}" if line in TRAINING else f"scripts/{line}"
+    (done,) = shell(f"python {line.replace('DATA', str(folder))}", PYTHONPATH=str(tmp_path))
+    lines = (done.out + done.err).splitlines()
+    assert lines == [f"starting {name}: loading PyTorch", "policy: passive"], done
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")

@@ -8,12 +8,13 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import utils.data.options
 import utils.model.options
 import utils.run.options
-from utils.data import preprocessing, progressive
+from utils.data import opening, preprocessing, progressive
 from utils.run import recipes
 from utils.start import errors, launch
 from utils.start import option_types as types
@@ -50,15 +51,16 @@ def build_parser(description: str | None, batch: str) -> types.Parser:
 def check(parser: types.Parser) -> None:
     """Answer ``--help`` and report a wrong command line, before a script imports torch.
 
-    `parse` reports the rest. It also repeats this part, because torchrun's processes leave it all
-    to `parse`. Then print what is being started: the import takes seconds, or a minute.
+    Of DATA, check that it has the parts that are needed. `parse` reports the rest. Then print what
+    is being started: the import takes seconds, or a minute.
     """
     errors.tolerate_broken_pipe()
-    if "LOCAL_RANK" not in os.environ:
-        try:
-            _read(parser, sys.argv[1:], local=True)
-        except UserError as error:
-            sys.exit(errors.report(error))
+    try:
+        args = _read(parser, sys.argv[1:], local=True)
+        if not args.dummy:
+            opening.check_parts(Path(args.data), [args.part] if args.evaluate else ["train", "val"])
+    except UserError as error:
+        launch.exit_now(errors.report(error))
     launch.print_first_line()
 
 

@@ -1,6 +1,6 @@
 """The parts of a data set (DATA/train, DATA/val, DATA/test): what they are, and their images."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,6 +56,16 @@ def class_folders(root: Path) -> list[str]:
         usual += "(scripts/prepare_data.py converts known data sets)"
         text = f"folder {root} is missing: {why or usual}"
     raise UserError(text, on_every_rank=True)
+
+
+def check_parts(root: Path, parts: Iterable[str]) -> None:
+    """Raise the error of `class_folders` if DATA (``root``) lacks one of ``parts``.
+
+    It takes no time: the headers of tar files are not read.
+    """
+    for part in parts:
+        if source_kind(root / part) is FOLDER:
+            class_folders(root / part)
 
 
 def check_same_classes(root: Path, part: str, classes: list[str], subset: bool) -> None:

@@ -5,17 +5,19 @@ import itertools
 import json
 import logging
 import math
+import multiprocessing.util
+import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 from tensorboard.compat.proto.summary_pb2 import Summary
 
-from utils.run.console import EVERY_NODE, Console, loss_text
+from utils.run.console import EVERY_NODE, LOG, Console, loss_text
 from utils.run.run_lock import Lock
 from utils.run.sinks import Sink
 from utils.run.snapshots import BEST, SNAPSHOT, latest, name_newer_snapshot, read_whole
@@ -109,10 +111,11 @@ class RunFolder:
     """The directory ``path`` of a run. Rank 0 makes it, and passes what it writes to ``sinks``.
 
     ``lock``: only of a training. An evaluation leaves options.json and summary.json, no curves.
+    ``missing``: folders above it that did not exist before this command, the innermost first.
     """
 
-    def __init__(self, path: Path, lock: Lock | None):
-        self.path, self.lock = path, lock
+    def __init__(self, path: Path, lock: Lock | None, missing: Sequence[Path] = ()):
+        self.path, self.lock, self.missing = path, lock, missing
         self.sinks: list[Sink] = []
         self.events: EventFile | None = None  # one of the sinks
 
@@ -121,8 +124,23 @@ class RunFolder:
 
         Raises: OSError; `UserError` while another run holds it.
         """
+        is_new = not self.path.exists() or not any(self.path.iterdir())
         self.path.mkdir(parents=True, exist_ok=True)
+        if is_new:  # before the lock is released; after errors as well, see `Lock`
+            multiprocessing.util.Finalize(None, self._remove_unused, exitpriority=1)
         return self.lock is None or self.lock.poll()
+
+    def _remove_unused(self) -> None:
+        """Remove the directory if the run has not begun, such as after a wrong ``--resume``."""
+        if (self.path / OPTIONS).exists() or (self.lock is not None and not self.lock.is_held):
+            return
+        with contextlib.suppress(OSError):  # another run waits for the lock
+            for name in (LOG, BEST):  # the latter was downloaded
+                (self.path / name).unlink(missing_ok=True)
+            if self.lock is not None:
+                self.lock.release()
+            for folder in (self.path, *self.missing):
+                folder.rmdir()
 
     def open_store(self, url: str, resume: str | None) -> None:
         """``--store``: copy each file that is written from now on. Raises: `UserError`."""
@@ -197,6 +215,8 @@ class Run:
         # Facts at the start of the run and results at its end, for HParams and summary.json.
         self.record: dict[str, Any] = {}
         restarts = broadcast_from_rank0(is_elastic, world) and is_training(args)
+        above = (Path(args.output_dir), *Path(args.output_dir).parents)
+        missing = [folder for folder in above if not os.path.exists(folder)]
         path = self._in_rank0(lambda: choose(args, world, mode))
         lock = None
         if path is not None:
@@ -205,7 +225,7 @@ class Run:
                 option = f" with --resume {'auto' if args.name else path / SNAPSHOT}"
                 again = "run the same command"
                 errors.how_to_continue = again + (" again" if args.resume == "auto" else option)
-            folder = self.folder = RunFolder(path, lock)
+            folder = self.folder = RunFolder(path, lock, missing)
             # Poll the lock: in each broadcast, other ranks wait at most --dist-timeout.
             while not self._in_rank0(folder.make):
                 time.sleep(0.5)

@@ -69,6 +69,11 @@ class Lock:
         multiprocessing.util.Finalize(None, self.release, exitpriority=0)
         return True
 
+    @property
+    def is_held(self) -> bool:
+        """Whether this process holds the lock."""
+        return self.lock.is_locked
+
     def _read_owner(self) -> str:
         """The text about the owner, or ""."""
         try:

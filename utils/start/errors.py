@@ -92,13 +92,15 @@ def show(error: UserError) -> None:
     tell_torchrun(text)
 
 
-def tell_torchrun(text: str) -> None:
+def tell_torchrun(text: str, is_cause: bool = True) -> None:
     """Make torchrun end its report, a long traceback, with ``text``.
 
-    torch.distributed.elastic.multiprocessing.errors defines the file and its format.
+    torch.distributed.elastic.multiprocessing.errors defines the file and its format. The report
+    ends with the process whose time is the earliest; times are whole seconds. ``is_cause``: it is
+    no consequence of another process's error, and comes first.
     """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        more = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        more = {"py_callstack": text, "timestamp": str(int(time.time()) + (not is_cause))}
         with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
             json.dump({"message": {"message": text, "extraInfo": more}}, file)
 

@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing.connection import wait
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from utils.start import errors, known_errors, preflight, signals, temporary
 from utils.start.addresses import free_port, parse_tcp_url
@@ -237,8 +237,11 @@ def prepare(training: str = "") -> None:
     die_with_launcher()
 
 
-def print_first_line() -> None:
-    """Print what is being started, in one process of the job, unless torch has been imported."""
+def print_first_line(file: TextIO | None = None) -> None:
+    """Print what is being started, in one process of the job, unless torch has been imported.
+
+    ``file``: stdout by default; stderr, if the output is a page.
+    """
     if "torch" in sys.modules:
         return
     place = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
@@ -247,7 +250,7 @@ def print_first_line() -> None:
         what = f"starting {os.path.basename(sys.argv[0])}"
         if under_launcher and place[1] != "1":
             what += f" in {place[1]} processes"
-        print(printable(f"{what}: loading PyTorch"), flush=True)
+        print(printable(f"{what}: loading PyTorch"), file=file, flush=True)
 
 
 def _raise_file_limit() -> None:

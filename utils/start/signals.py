@@ -97,10 +97,14 @@ def say(signum: int) -> int:
 
     One process of each node prints it, and none if an error has been printed before.
     """
-    if _saying.acquire(blocking=False) and errors.is_first_to_report():
-        text = f"{signal.Signals(signum).name}: stopped before training began; nothing to save\n"
-        with contextlib.suppress(OSError):
-            os.write(2, text.encode())  # print may be what the signal has interrupted
+    name = signal.Signals(signum).name
+    if _saying.acquire(blocking=False):
+        if errors.is_first_to_report():
+            text = f"{name}: stopped before training began; nothing to save\n"
+            with contextlib.suppress(OSError):
+                os.write(2, text.encode())  # print may be what the signal has interrupted
+        else:
+            errors.tell_torchrun(f"{name}: stopped, as another process has failed", is_cause=False)
     return INTERRUPTED
 
 

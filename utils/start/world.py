@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from utils.start import errors, gpu_check, launch, lost_peer, preflight
 from utils.start.addresses import port_in_use
 from utils.start.cores import usable_cores
 from utils.start.errors import LOST_PEER, UserError, printable
-from utils.start.hang import Place, Watchdog
+from utils.start.hang import MOST_NAMED, Place, Watchdog
 from utils.start.option_types import Options
 
 if TYPE_CHECKING:  # the import of the first takes a second
@@ -222,13 +223,20 @@ def _join(args: Options) -> World:
             print("note: no GPU here, so gloo is used in place of nccl", flush=True)
         backend = "gloo"
 
-    preflight.find_master(rank, nodes, (master, port), seconds)
+    try:
+        preflight.find_master(rank, nodes, (master, port), seconds)
+    except UserError as error:
+        if nodes > 1:
+            raise UserError(str(error), error.on_every_rank, LOST_PEER) from None
+        raise _missing_ranks([0], size, seconds) from None
     try:
         timeout = timedelta(seconds=seconds)
         backend = backend or "nccl"
         # When NCCL's own time is over, it ends the process without a word about the cause.
         limit = timeout if backend == "gloo" else timeout * PATIENCE
-        dist.init_process_group(backend, rank=rank, world_size=size, timeout=limit)
+        store = _meet_all((master, port), rank, size, seconds)
+        how = {"store": store, "rank": rank, "world_size": size}
+        dist.init_process_group(backend, timeout=limit, **how)
         control = dist.new_group(backend="gloo", timeout=timeout)
     except (RuntimeError, ValueError, OSError) as error:
         text = str(error) or type(error).__name__
@@ -237,9 +245,46 @@ def _join(args: Options) -> World:
         raise UserError(
             f"rank {rank} could not join the {size} processes of the job at {master}:{port} "
             f"within {seconds:g} s: are all nodes started, with different node ranks, and is "
-            f"every port between them open, not only the master's? ({text.splitlines()[0]})"
+            f"every port between them open, not only the master's? ({text.splitlines()[0]})",
+            code=LOST_PEER,
         ) from error
     return World(device, rank, size, local_rank, local_size, nodes, control)
+
+
+def _meet_all(address: tuple[str, int], rank: int, size: int, seconds: float) -> PrefixStore:
+    """The store of the job at ``address``, once all ranks have come to it.
+
+    torch's own rendezvous does not say which rank is missing. Raises: `UserError`, which does.
+    """
+    in_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's
+    hosts = rank == 0 and not in_agent
+    timeout = timedelta(seconds=seconds)
+    server = TCPStore(*address, is_master=hosts, timeout=timeout, wait_for_workers=False)
+    # torchrun keeps its store when it starts the processes again.
+    store = PrefixStore(f"start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", server)
+    store.set(f"rank_{rank}", "")
+    here, deadline = store.add("here", 1), time.monotonic() + seconds
+    # Not `store.wait`, which prints a trace of C++ functions when the time is over.
+    while here < size and time.monotonic() < deadline and not store.add("given_up", 0):
+        time.sleep(0.05)
+        here = store.add("here", 0)
+    if here == size:
+        return store
+    absent = [one for one in range(size) if not store.check([f"rank_{one}"])]
+    store.add("given_up", 1)
+    # The store ends with the process that has it: first, the others learn that it is over.
+    while hosts and store.add("given_up", 0) < here and time.monotonic() < deadline + END_SECONDS:
+        time.sleep(0.05)
+    raise _missing_ranks(absent, size, seconds)
+
+
+def _missing_ranks(ranks: list[int], size: int, seconds: float) -> UserError:
+    """The error when ``ranks`` of a job of ``size`` processes have not come in time."""
+    who, have = ("rank", "has") if len(ranks) == 1 else ("ranks", "have")
+    named = ", ".join(map(str, ranks[:MOST_NAMED])) + ", ..." * (len(ranks) > MOST_NAMED)
+    text = f"{who} {named} of {size} {have} not joined the job within {seconds:g} s "
+    text += "(--dist-timeout): look for the first error there, and whether its process is stopped"
+    return UserError(text, on_every_rank=True, code=LOST_PEER)
 
 
 def choose_kernels(device: torch.device) -> None:
