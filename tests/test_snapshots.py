@@ -14,11 +14,12 @@ import pytest
 import torch
 from conftest import SMALL, python, summary, train
 from joined import start
-from running import fill, same, small_disk
+from running import eventually, fill, same, small_disk
 from test_checkpoint import ours, trained
 
 from utils.run import snapshots
 from utils.run.snapshots import PREVIOUS, SNAPSHOT, SnapshotWriter, read_whole, write
+from utils.start import progress
 from utils.start.atomic import link_atomically, read_checkpoint, save_atomically
 from utils.start.errors import UserError
 
@@ -139,6 +140,22 @@ def test_an_error_in_any_call_leaves_a_readable_snapshot(tmp_path, name, deadly)
 
 
 # ---- in the background
+
+
+def test_a_training_that_waits_for_its_disk_is_said_to(tmp_path):
+    """So that the line about a hang does not name the copying of the weights."""
+    answers = threading.Event()
+    writer = SnapshotWriter(tmp_path, lambda path: answers.wait() and None)
+    writer.save({SNAPSHOT: {}})
+    waiting = threading.Thread(target=writer.wait)
+    waiting.start()
+    try:
+        assert eventually(lambda: "until a snapshot is written" in progress.main.where())
+    finally:
+        answers.set()
+        waiting.join()
+        writer.wait()
+    assert "snapshot" not in progress.main.where()
 
 
 def test_what_is_written_is_the_state_at_the_call(tmp_path, monkeypatch):

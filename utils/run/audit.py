@@ -180,8 +180,10 @@ def read(path: Path) -> Proof:
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
         texts = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read ({error}): train with --audit") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): train with --audit") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is damaged: it is no text") from None
     for number, text in enumerate(texts, 1):
         try:
             line = json.loads(text)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from utils.model.compress import Exchange
 from utils.model.ema import Average
 from utils.model.o2 import Weights
+from utils.start import progress
 from utils.start.addresses import is_elastic
 from utils.start.atomic import link_atomically, read_checkpoint, save_atomically, unnamed_files
 from utils.start.errors import UserError
@@ -161,7 +162,8 @@ class SnapshotWriter:
     def wait(self) -> str | None:
         """Wait until nothing is being written. Returns: why the last write failed, or None."""
         if self.busy:
-            self._thread.join()
+            with progress.during("waiting until a snapshot is written"):
+                self._thread.join()
         return str(self.failure) if self.failure else None
 
     def _write(self, contents: dict[str, dict[str, Any]]) -> None:
