@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import event_files
 import pytest
 import scaling_study
 from compare.runs import Run
-from conftest import ROOT, TIMEOUT, shell
+from conftest import ROOT, TIMEOUT, python, shell
 from nodes import Nodes, need
 from running import TINY_LINE, Running, eventually, everyone, tiny
 from studies import page as study_page
@@ -288,6 +289,14 @@ def test_simulated_nodes_are_nodes_in_the_log_book(tmp_path, monkeypatch):
     study_page.write(args, runs, "command")
     page = (tmp_path / "book/s.md").read_text()
     assert "| nodes | 1 | 2 |" in page
+    # Who gets the log book alone has the curves, too.
+    named = re.search(r"`(python scripts/compare_runs\.py .*?)`", page)
+    assert named
+    for one in runs:
+        shutil.rmtree(one.folder)
+    compared = python(*shlex.split(named[1])[1:])
+    assert compared.code == 0, compared.err
+    assert "s_2nodes" in compared.out
 
 
 # ---- studies that train

@@ -4,8 +4,11 @@ pictures of all runs, and the output of nvidia-smi."""
 import json
 import math
 import os
+import shlex
+import shutil
 import statistics
 from collections.abc import Callable
+from pathlib import Path
 
 from compare import pictures, runs, table
 from compare.comparison import Comparison
@@ -82,6 +85,14 @@ def rows(columns: dict[str, Column], hours: float | None) -> list[list[str]]:
     return cells
 
 
+def hand_over(trained: Column, folder: Path) -> None:
+    """Copy all event files into ``folder``: who is handed the log book has no run directories."""
+    for one, _ in trained:
+        (folder / one.name).mkdir(parents=True, exist_ok=True)
+        for file in one.folder.glob("*tfevents*"):
+            shutil.copy2(file, folder / one.name / file.name)
+
+
 def write(args: Study, planned: list[StudyRun], command: str) -> None:
     """Update LOGBOOK/NAME.md and the list of all studies."""
     page, folder = args.logbook / f"{args.name}.md", args.logbook / args.name
@@ -114,6 +125,10 @@ def write(args: Study, planned: list[StudyRun], command: str) -> None:
         parts.append(comparison.lead())
         drawn = pictures.draw(comparison, folder, only=PICTURES)
         metrics = ["## Metrics", comparison.section(page, "", command, drawn.values())]
+        hand_over(trained, folder)
+        place = shlex.quote(str(folder)).replace("`", "")
+        curves = f"Curves with a cursor: `tensorboard --logdir {place}`, or the page that"
+        parts.append(f"{curves} `python scripts/compare_runs.py {place}` writes.")
     parts.append("## Scaling")
     for group in dict.fromkeys(one.group for one in planned):
         columns = {
