@@ -9,7 +9,7 @@
 Takes the options of the training script, and loads images with the training's own code. It draws
 the batch of the first step (with several processes, rank 0's), cropped, augmented and mixed. With
 --resume, it draws the batch with which the run would continue. The caption of a mixed image has
-the share of each class.
+the share of each class. A second picture, images_classes.png, shows the images of each class.
 """
 
 import argparse
@@ -28,6 +28,7 @@ if __name__ == "__main__":
 import numpy as np
 import torch
 from PIL import Image, ImageDraw
+from results import class_sizes
 
 from utils import grid, loop, options
 from utils.data.batches import Batches
@@ -37,7 +38,7 @@ from utils.data.samplers import Batch
 from utils.run.console import Console
 from utils.run.run_directory import checkpoint_file
 from utils.start.atomic import read_checkpoint
-from utils.start.errors import UserError, exit_with
+from utils.start.errors import UserError, exit_with, printable
 from utils.start.option_types import Options, count, list_of, positive
 from utils.start.world import World
 
@@ -112,8 +113,8 @@ def original(batches: Batches, index: int, epoch: int, side: int) -> tuple[np.nd
     return np.asarray(canvas), Path(source.path(image)).name
 
 
-def draw(args: PictureOptions) -> tuple[Image.Image, str]:
-    """Draw the picture. Returns: it, and a line about it. Raises: `UserError`."""
+def draw(args: PictureOptions) -> tuple[Image.Image, str, Loaders]:
+    """Draw the picture. Returns: it, a line about it, and its data. Raises: `UserError`."""
     processes = 1
     if hasattr(args, "gpus"):  # the mode has several processes
         processes = (args.gpus or max(1, torch.cuda.device_count())) * (args.nodes or 1)
@@ -150,7 +151,7 @@ def draw(args: PictureOptions) -> tuple[Image.Image, str]:
     number = min(len(images), args.show or max(4, grid.MOST // each))
     line = f"{number} of the {len(images)} images {what}"
     if not (args.original or args.in_epochs):
-        return grid.of_batch(batches, images, targets, number), line
+        return grid.of_batch(batches, images, targets, number), line, loaders
     crops, names = grid.pixels(images[:number], batches), grid.captions(targets, loaders.classes)
     tiles: list[tuple[np.ndarray, str]] = []
     for row, index in enumerate(next(iter(batches.sampler)).indices[:number].tolist()):
@@ -166,7 +167,7 @@ def draw(args: PictureOptions) -> tuple[Image.Image, str]:
             tiles += [original(batches, index, e, len(crop))] if args.original else []
             tiles.append((crop, name))
     pictures, texts = zip(*tiles, strict=True)
-    return grid.sheet(pictures, texts, each * max(1, 8 // each)), line
+    return grid.sheet(pictures, texts, each * max(1, 8 // each)), line, loaders
 
 
 def evaluated(loaders: Loaders, part: str) -> Batches:
@@ -176,14 +177,24 @@ def evaluated(loaders: Loaders, part: str) -> Batches:
     raise UserError(f"DATA/{part} is missing, or no part that is evaluated")
 
 
+def draw_class_sizes(loaders: Loaders, file: Path) -> str:
+    """Draw the images per class of all parts that are loaded. Returns: a line about them."""
+    loaded = {"train": loaders.train, "val": loaders.val, "test": loaders.test}
+    targets = {part: one.dataset.source.targets for part, one in loaded.items() if one is not None}
+    return class_sizes.draw(loaders.classes, targets, file)
+
+
 def main() -> int:
     args = parse(sys.argv[1:])
-    picture, line = draw(args)
+    picture, line, loaders = draw(args)
+    sizes = args.out.with_stem(f"{args.out.stem}_classes")
     try:
         picture.save(args.out)
+        about_sizes = draw_class_sizes(loaders, sizes)
     except ValueError:
         raise UserError(f"--out {args.out}: give a file name that ends in .png") from None
     print(f"wrote {args.out}: {line}")
+    print(f"wrote {sizes}: {printable(about_sizes)}")
     return 0
 
 

@@ -8,6 +8,7 @@ import torch
 from conftest import STAND_IN, python
 from joined import Job, run_jobs
 from PIL import Image
+from results import class_sizes
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from utils.data.preprocessing import MEAN, STD
@@ -45,6 +46,7 @@ def test_the_picture_shows_what_train_step_gets(mode, folder, tmp_path):
     more = ("-g", 2) if mode == "ddp" else ()
     done = show("--mode", mode, *words, *more, "--out", file, folder)
     assert done.code == 0, done.err
+    assert f"wrote {tmp_path / 'shown_classes.png'}: " in done.out
     columns, lines = {12: (5, 2), 6: (3, 1)}[len(trained)]
     shown = tiles(Image.open(file), len(trained), columns, lines)
     assert shown.tolist() == trained.int().tolist()
@@ -81,3 +83,16 @@ def test_the_same_images_in_several_epochs_beside_their_originals(folder, tmp_pa
 )
 def test_bad_input_is_one_line(words, message, folder):
     show("--image-size", SIZE, "-b", 4, *words, folder).fails_with(message)
+
+
+@pytest.mark.parametrize("classes", [3, 100])
+def test_unequal_classes_are_seen_and_said(tmp_path, classes):
+    names = [f"class {i} *$_x" for i in range(classes)]
+    targets = {"train": [0] * 7 + [1] * 9 + list(range(2, classes)), "val": [0, 0, 1]}
+    file = tmp_path / "sizes.png"
+    said = class_sizes.draw(names, targets, file)
+    assert said == f"in train/, {names[1]} has 9 images, and {names[-1]} has 1"
+    with Image.open(file) as picture:
+        assert picture.width > picture.height > 200
+    equal = class_sizes.draw(names, {"train": [*range(classes), *range(classes)]}, file)
+    assert equal == "each class has 2 images in train/"
