@@ -187,4 +187,4 @@ def test_the_text_page_and_the_charts_of_a_run(tmp_path):
     everything = {title for charts in comparison.layout({}).values() for title in charts}
     assert "GPU power, W" in everything and "loss scale" in everything
     pages = [" ".join(tag for _, tags in page.values() for tag in tags) for page in LAYOUT.values()]
-    assert ["_rank" in tags for tags in pages] == [False] * (len(pages) - 1) + [True]
+    assert ["_max" in tags for tags in pages] == [False] * (len(pages) - 1) + [True]

@@ -21,7 +21,7 @@ from utils.start import nvidia
 ROOT = Path(__file__).resolve().parents[1]
 NO_CODE = ("*.md", "figures")  # tracked files that no run depends on
 # All tags, grouped by page and chart of TensorBoard's custom scalars. A chart's title explains its
-# tags. A tag that ends in _rank exists once per process: _rank0, _rank1, ...
+# tags. Tags of the page "Hardware" are followed by _min, _mean and _max over the processes.
 CHARTS = {
     "Accuracy": {
         "validation: top-1, % (ema: the averaged weights)": "Top1/val Top1/ema",
@@ -55,16 +55,15 @@ CHARTS = {
         "images/s, all processes": "Step/throughput",
         "seconds per step of rank 0": "Step/data_s Step/compute_s Step/communication_s",
     },
-    "Hardware": {  # of each process; the last page, because it has the most curves
-        "GPU utilisation, %": "GPU/utilisation_rank",
-        "GPU memory, GiB": "GPU/memory_gb_rank",
-        "GPU power, W": "GPU/power_w_rank",
-        "GPU temperature, C": "GPU/temperature_c_rank",
-        "CPU utilisation, % of the cores that the process may use": "CPU/utilisation_rank",
-        "memory of the process, GiB": "CPU/memory_gb_rank",
+    "Hardware": {  # the last page, because it has the most curves
+        "GPU utilisation, %": "GPU/utilisation",
+        "GPU memory, GiB": "GPU/memory_gb",
+        "GPU power, W": "GPU/power_w",
+        "GPU temperature, C": "GPU/temperature_c",
+        "CPU utilisation, % of the cores that the process may use": "CPU/utilisation",
+        "memory of the process, GiB": "CPU/memory_gb",
         "tensors, MiB": (
-            "Memory/parameters_mb_rank Memory/gradients_mb_rank Memory/optimizer_mb_rank "
-            "Memory/activations_mb_rank"
+            "Memory/parameters_mb Memory/gradients_mb Memory/optimizer_mb Memory/activations_mb"
         ),
     },
 }
@@ -80,11 +79,12 @@ MADE = ("command", "commit", "date", "gpu", "driver", "cpu", "torch", "data_id")
 METRICS = ("Best/Top1", "Best/Top5", "Best/Loss", "Throughput/train", "Time/train", "IO/wait_share")
 
 
+OVER_PROCESSES = "(_min|_mean|_max)?"  # of one process: without
 LAYOUT = {
     page: {
         title: [
             "Multiline",
-            [f"^{tag}" + "$" * (not tag.endswith("_rank")) for tag in tags.split()],
+            [f"^{tag}{OVER_PROCESSES if page == 'Hardware' else ''}$" for tag in tags.split()],
         ]
         for title, tags in charts.items()
     }

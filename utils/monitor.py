@@ -19,7 +19,7 @@ import os
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
@@ -254,6 +254,22 @@ def tensor_bytes(
     return sizes
 
 
+def over_processes(tags_of_ranks: Iterable[dict[str, float]]) -> dict[str, float]:
+    """TAG_min, TAG_mean and TAG_max of each tag that a process has; TAG alone of one process.
+
+    Curves of single processes would be hundreds. scripts/status.sh shows each process.
+    """
+    values: dict[str, list[float]] = defaultdict(list)
+    ranks = list(tags_of_ranks)
+    for of_rank in ranks:
+        for tag, value in of_rank.items():
+            values[tag].append(value)
+    if len(ranks) == 1:
+        return {tag: one for tag, (one,) in values.items()}
+    joins = {"min": min, "mean": fmean, "max": max}
+    return {f"{tag}_{name}": join(x) for tag, x in values.items() for name, join in joins.items()}
+
+
 class Monitor(StepTimer):
     """The measurements of one process. A thread samples GPU and CPU every second until `close`."""
 
@@ -317,7 +333,8 @@ class Monitor(StepTimer):
         """Return the epoch's tags of all processes. Collective; the device must be idle.
 
         Times are means over the processes, so that the parts add up to a step. Each process's
-        samples are averaged (memory: maximum). "busy" is the idlest GPU's median utilisation.
+        samples are averaged (memory: maximum), and shown by `over_processes`. "busy" is the idlest
+        GPU's median utilisation.
         """
         samples, self.samples = self.sample(), defaultdict(list)
         tags = {tag: max(x) if "memory" in tag else fmean(x) for tag, x in sorted(samples.items())}
@@ -332,9 +349,7 @@ class Monitor(StepTimer):
         timed = self.of_ranks = [one for one in times if one]
         parts = [part for part in PARTS if timed and part in timed[0]]
         values = {f"Time/{part}": fmean(one[part] for one in timed) for part in parts}
-        for rank, of_rank in enumerate(tags_of_ranks):
-            values |= {f"{tag}_rank{rank}": value for tag, value in of_rank.items()}
-        return values | {"busy": min(medians)}
+        return values | over_processes(tags_of_ranks) | {"busy": min(medians)}
 
     def close(self) -> None:
         """Stop the thread."""

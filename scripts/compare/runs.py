@@ -204,8 +204,11 @@ def read(path: Path) -> Run:
     run.epoch_seconds = typical({x + shift: seconds for x, seconds in lasted.items()})
     ranks: dict[str, dict[int, list[float]]] = {}
     for tag, curve in curves.items():
+        over = OVER_PROCESSES.match(tag)
+        if over and over[2] != ("max" if "memory" in tag.lower() else "mean"):
+            continue
         low = 0.0 if tag.startswith(("Throughput/", "Time/")) else -math.inf
-        values = ranks.setdefault(re.sub(r"_rank\d+$", "", tag), {})
+        values = ranks.setdefault(over[1] if over else re.sub(r"_rank\d+$", "", tag), {})
         for x, y in curve.items():
             if low < y < math.inf:  # leave out implausible values
                 values.setdefault(x + shift, []).append(y)
@@ -215,6 +218,8 @@ def read(path: Path) -> Run:
     return run
 
 
+# In older runs, each process has tags of its own, which end in _rank0, _rank1, ...
+OVER_PROCESSES = re.compile(r"((?:GPU|CPU|Memory)/.*)_(min|mean|max)$")
 LEDGER = ("node_hours", "gpu_hours", "energy_kwh", "images_per_joule", "mfu")
 
 
