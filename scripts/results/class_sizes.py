@@ -19,6 +19,7 @@ def draw(classes: Sequence[str], targets: Mapping[str, Sequence[int]], file: Pat
     """
     import matplotlib
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     counts = {part: _counts(given, len(classes)) for part, given in targets.items()}
     first, sizes = next(iter(counts.items()))
@@ -32,11 +33,11 @@ def draw(classes: Sequence[str], targets: Mapping[str, Sequence[int]], file: Pat
         for i, (axis, (part, size)) in enumerate(zip(axes, counts.items(), strict=True)):
             bars = axis.barh(places, size[order], 0.7 if named else 1.0, color=COLOURS[part])
             axis.set(title=part, xlabel="images")
-            axis.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(3, integer=True))
+            axis.xaxis.set_major_locator(MaxNLocator(3, integer=True))
             if named:
                 axis.bar_label(bars, padding=4)
                 axis.margins(x=0.25)
-                axis.set_yticks(places, [_short(classes[one]) for one in order])
+                axis.set_yticks(places, [_short(classes[int(one)]) for one in order])
             elif i == 0:
                 axis.set_ylabel(f"{len(classes)} classes, by their images in {first}/")
         axes[0].set_ylim(len(classes) - 0.5, -0.5)
