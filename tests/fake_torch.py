@@ -22,6 +22,8 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from utils.start import world
+
 ORIGINAL = SimpleNamespace(
     init=dist.init_process_group,
     new_group=dist.new_group,
@@ -254,6 +256,7 @@ def fake_cuda(devices: int = 1) -> Iterator[Gpu]:
             gather_object=lambda value, values, group: all_gather_object(values, value),
             broadcast_object_list=lambda objects, src, group: None,
         )
+        patch(world, meet_all=lambda address, rank, size, seconds: None)
         patch(FakeWork, wait=work_wait, get_future=work_future)
         patch(
             Future,

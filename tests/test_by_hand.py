@@ -108,7 +108,7 @@ def join(patch, visible: int, calls: mock.Mock, sync_bn: bool) -> world.World:
     patch.setattr(torch.cuda, "set_device", calls.set_device)
     patch.setattr(preflight, "connect", calls.connect)
     patch.setattr(world, "choose_kernels", calls.choose_kernels)
-    patch.setattr(world, "_meet_all", calls.meet_all)
+    patch.setattr(world, "meet_all", calls.meet_all)
     patch.setattr(dist, "init_process_group", calls.init_process_group)
     patch.setattr(dist, "new_group", calls.new_group)
     return world._join(SimpleNamespace(dist_backend=None, dist_timeout=9.0, sync_bn=sync_bn))
@@ -207,7 +207,7 @@ def _ends(lines: list[tuple], folder: Path, rank: int, size: int) -> list[str]:
             mock.patch.object(sys, "argv", line),
             mock.patch.object(dist, "init_process_group", how),
             mock.patch.object(preflight, "connect"),
-            mock.patch.object(world, "_meet_all", return_value=None),
+            mock.patch.object(world, "meet_all", return_value=None),
             mock.patch.object(preflight, "code", return_value={"a.py": facts["code"]}),
             mock.patch.object(preflight, "release", return_value=facts["release"]),
             mock.patch.object(models, "build", side_effect=Built),

@@ -234,7 +234,7 @@ def _join(args: Options) -> World:
         backend = backend or "nccl"
         # When NCCL's own time is over, it ends the process without a word about the cause.
         limit = timeout if backend == "gloo" else timeout * PATIENCE
-        store = _meet_all((master, port), rank, size, seconds)
+        store = meet_all((master, port), rank, size, seconds)
         how = {"store": store, "rank": rank, "world_size": size}
         dist.init_process_group(backend, timeout=limit, **how)
         control = dist.new_group(backend="gloo", timeout=timeout)
@@ -251,7 +251,7 @@ def _join(args: Options) -> World:
     return World(device, rank, size, local_rank, local_size, nodes, control)
 
 
-def _meet_all(address: tuple[str, int], rank: int, size: int, seconds: float) -> PrefixStore:
+def meet_all(address: tuple[str, int], rank: int, size: int, seconds: float) -> PrefixStore:
     """The store of the job at ``address``, once all ranks have come to it.
 
     torch's own rendezvous does not say which rank is missing. Raises: `UserError`, which does.
