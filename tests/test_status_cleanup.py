@@ -155,9 +155,9 @@ def test_a_training_typed_by_hand_gets_time_for_its_snapshot(nodes, folder, tmp_
         other.until("up")
         before = node.processes()
         seen = clean(node, "--dry-run")
-        # torchrun, two ranks, their workers and others; then the orphan.
+        # torchrun, two ranks and their workers, at least; then the orphan.
         (training, unnamed) = sorted(re.findall(r"would end (.*)\n    (.*)", seen), reverse=True)
-        assert re.fullmatch(r"the run run: ([6-9]|\d\d) processes in .*", training[0]), seen
+        assert re.fullmatch(r"the run run: ([5-9]|\d\d) processes in .*", training[0]), seen
         assert "torch.distributed" in training[1]
         assert unnamed[0].startswith("a run without --name: 1 process in ")
         assert "(orphaned): python -c import signal" in unnamed[1]

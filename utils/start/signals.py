@@ -89,7 +89,8 @@ def start_is_over() -> None:
     """From now on, the caller handles the signals: undo `stop_during_start`."""
     if _starting.is_set():
         _starting.clear()
-        os.write(signal.set_wakeup_fd(-1), b"\0")  # ends the thread
+        with contextlib.suppress(BrokenPipeError):  # a signal has ended the thread already
+            os.write(signal.set_wakeup_fd(-1), b"\0")  # ends the thread
 
 
 def say(signum: int) -> int:
