@@ -18,10 +18,18 @@ CLOSED = "node{0} (node {0}) cannot connect to node{1} (node {1})"
 
 @pytest.fixture
 def nodes() -> Iterator[list[Node]]:
-    """Two healthy nodes."""
+    """Two healthy nodes, with links so slow that other load of the machine does not change them."""
     need("nft", "tc")
     with Nodes(2) as two:
+        set_speeds(two, 300, 300)
         yield two
+
+
+def set_speeds(nodes: list[Node], *mbit: int) -> None:
+    """Limit what each node sends."""
+    for node, speed in zip(nodes, mbit, strict=True):
+        limit = f"tbf rate {speed}mbit burst 64kb latency 20ms"
+        assert node.run(f"tc qdisc replace dev eth0 root {limit}").code == 0
 
 
 def ask_doctor(
@@ -118,11 +126,8 @@ def test_a_closed_master_port(nodes, folder):
 
 
 def test_the_speed_of_links_and_what_it_means_for_a_step(nodes, folder):
-    """100 Mbit/s from node 1, 200 from node 0: the slower one decides."""
-    limit = "tc qdisc add dev eth0 root tbf rate {}mbit burst 64kb latency 20ms"
-    assert all(
-        node.run(limit.format(n)).code == 0 for n, node in zip((200, 100), nodes, strict=True)
-    )
+    """200 Mbit/s from node 1, 400 from node 0: the slower one decides."""
+    set_speeds(nodes, 400, 200)
     results = ask_doctor(nodes, folder, "--need", "25", code=1)
     link, exchange = sorted(bad(results[0]))
     assert re.match(
@@ -135,7 +140,7 @@ def test_the_speed_of_links_and_what_it_means_for_a_step(nodes, folder):
     assert (sent, step) == ("102", "640")
     assert "node 0: 0 errors, 2 warnings\n" in results[0].out
     gbit = re.search(r"all-reduce reaches (\S+) Gbit/s, ", results[0].out)[1]
-    assert 0.05 < float(gbit) < 0.11
+    assert 0.1 < float(gbit) < 0.22
 
 
 def test_one_node_alone(folder):
