@@ -3,6 +3,7 @@
 What the launcher over ssh does about them, test_job.py tests.
 """
 
+import multiprocessing
 import os
 import re
 import signal
@@ -15,9 +16,10 @@ import torch.distributed as dist
 from conftest import SMALL, summary
 from elastic_agent import ENDED, NODES
 from joined import command
-from running import TORCHRUN, Running, alone, descendants, start
+from running import TORCHRUN, Running, alone, descendants, free_port, start
 
 from utils.run.snapshots import TrainState
+from utils.start import world
 from utils.start.errors import UserError
 from utils.start.lost_peer import explain
 from utils.start.world import is_lost_peer, process_group
@@ -79,6 +81,23 @@ def test_torchrun_restarts_continue_from_the_snapshot(folder, tmp_path):
     assert re.search(r"resumed from \S+: epoch 2, step 0", result.out)
     facts = summary(tmp_path / "a")
     assert (facts["finished_because"], facts["epochs_done"]) == ("epochs", 2)
+
+
+def meet(port: int, rank: int) -> None:
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(1 - rank)
+    world.meet_all(("127.0.0.1", port), rank, 2, 20.0)
+
+
+def test_ranks_meet_whose_agents_have_counted_different_restarts(monkeypatch):
+    """Rank 1's node has just joined a job whose other node was restarted before."""
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    here, port = multiprocessing.get_context("fork"), free_port()
+    ranks = [here.Process(target=meet, args=(port, rank)) for rank in (0, 1)]
+    for one in ranks:
+        one.start()
+    for one in ranks:
+        one.join()
+    assert [one.exitcode for one in ranks] == [0, 0]
 
 
 @pytest.mark.parametrize("more", [(), NAMED[:2], (*NAMED, "--start-epoch", "1")])

@@ -260,8 +260,10 @@ def meet_all(address: tuple[str, int], rank: int, size: int, seconds: float) -> 
     hosts = rank == 0 and not in_agent
     timeout = timedelta(seconds=seconds)
     server = TCPStore(*address, is_master=hosts, timeout=timeout, wait_for_workers=False)
-    # torchrun keeps its store when it starts the processes again.
-    store = PrefixStore(f"start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", server)
+    # torchrun keeps its store when it starts the processes again. Otherwise the store is new, and
+    # an agent that has just joined has counted fewer restarts than the others.
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if in_agent else "0"
+    store = PrefixStore(f"start_{start}", server)
     store.set(f"rank_{rank}", "")
     here, deadline = store.add("here", 1), time.monotonic() + seconds
     # Not `store.wait`, which prints a trace of C++ functions when the time is over.
