@@ -155,7 +155,8 @@ def link_down(trial: Trial) -> None:
 def master_killed(trial: Trial) -> None:
     now = time.monotonic()
     trial.nodes[0].kill()
-    assert eventually(lambda: any("lost touch" in text for *_, text in list(trial.lines)), LIMIT)
+    told = re.compile("error: .*(lost touch|no sign of life)")
+    assert eventually(lambda: any(told.search(text) for *_, text in list(trial.lines)), LIMIT)
     noticed = time.monotonic()
     # torchrun itself waits for its rendezvous for many minutes.
     trial.nodes[1].run(f"bash scripts/cleanup.sh --name {trial.name} --grace 5")
