@@ -141,7 +141,7 @@ def test_the_21841_classes_of_imagenet_21k_take_no_time(tmp_path):
         names,
         [1] * len(names),
         b"".join(b"%s/1.jpg\0" % n.encode() for n in names),
-        np.zeros(len(names), [("place", "<i8"), ("bytes", "<i8")]),
+        np.zeros(len(names), [("offset", "<i8"), ("bytes", "<i8")]),
         np.zeros(len(names), int),
     )
     began = time.process_time()

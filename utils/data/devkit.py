@@ -89,16 +89,16 @@ def _synsets(data: bytes) -> dict[int, str]:
 
 def _elements(data: bytes) -> Iterator[tuple[int, bytes]]:
     """Yield type and content of each element of a level 5 file, or of an array in it."""
-    place = 0
-    while place + 8 <= len(data):
-        kind, size = struct.unpack_from("<II", data, place)
-        start = place + 8
+    offset = 0
+    while offset + 8 <= len(data):
+        kind, size = struct.unpack_from("<II", data, offset)
+        start = offset + 8
         if kind >> 16:  # a short element stores up to four bytes in place of the size
-            kind, size, start = kind & 0xFFFF, kind >> 16, place + 4
+            kind, size, start = kind & 0xFFFF, kind >> 16, offset + 4
         content = data[start : start + size]
         if kind == COMPRESSED:
             yield from _elements(zlib.decompressobj().decompress(content, LARGEST))
-            place = start + size
+            offset = start + size
             continue
         yield kind, content
-        place = -(-(start + size) // 8) * 8
+        offset = -(-(start + size) // 8) * 8

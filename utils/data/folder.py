@@ -90,11 +90,11 @@ def list_class(root: Path, name: str) -> Listing:
     waiting = [os.fsencode(name)]
     while waiting:
         folder = waiting.pop()
-        place = os.path.join(os.fsencode(root), folder)
+        path = os.path.join(os.fsencode(root), folder)
         try:
-            stamp = folder_stamp(place)
+            stamp = folder_stamp(path)
             folders[os.fsdecode(folder)] = None if is_racy(stamp[0]) else stamp
-            with os.scandir(place) as entries:
+            with os.scandir(path) as entries:
                 for entry in entries:
                     # Hidden files are not samples: editors, copy programs and macOS leave them.
                     if entry.name.startswith(b"."):
@@ -110,6 +110,6 @@ def list_class(root: Path, name: str) -> Listing:
                     elif not is_hidden(name := os.fsdecode(entry.name)):
                         others[os.path.splitext(name)[1].lower() or name] += 1
         except OSError as error:
-            text = f"cannot read the class folder {os.fsdecode(place):.200}: {error.strerror}"
+            text = f"cannot read the class folder {os.fsdecode(path):.200}: {error.strerror}"
             raise UserError(text, on_every_rank=True) from None
-    return Listing(b"".join(path + b"\0" for path in sorted(files)), folders, others)
+    return Listing(b"".join(file + b"\0" for file in sorted(files)), folders, others)

@@ -53,7 +53,7 @@ def is_racy(mtime_ns: int) -> bool:
     return abs(time.time() - mtime_ns / 1e9) < RACY_SECONDS
 
 
-def _places(root: Path) -> list[Path]:
+def _files(root: Path) -> list[Path]:
     """Return the files in which the list of ``root`` may be: beside the images, in the cache."""
     here = root / CACHE if root.is_dir() else root.with_name(f".{root.name}{CACHE}")
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -75,8 +75,8 @@ def is_fresh(root: Path, listing: Listing) -> bool:
 def read(root: Path) -> dict[str, Listing]:
     """Return the saved listings by class; empty if there are none, or if they are damaged."""
     known = {}
-    for place in _places(root):  # a list in the user's cache is newer: see `write`
-        with suppress(Exception), np.load(place) as file:  # damage causes many types of error
+    for path in _files(root):  # a list in the user's cache is newer: see `write`
+        with suppress(Exception), np.load(path) as file:  # damage causes many types of error
             paths = io.BytesIO(file["paths"].tobytes())
             for name, (size, *rest) in json.loads(file["lists"].tobytes()).items():
                 known[name] = Listing(paths.read(size), *rest)
@@ -88,13 +88,13 @@ def write(root: Path, known: dict[str, Listing], shows: bool) -> None:
     lists = {name: (len(one.paths), *one[1:]) for name, one in known.items()}
     names = np.frombuffer(json.dumps(lists).encode(), np.uint8)
     paths = np.frombuffer(b"".join(one.paths for one in known.values()), np.uint8)
-    here, in_cache = _places(root)
+    here, in_cache = _files(root)
     reasons = []
-    for place in (here, in_cache):
+    for path in (here, in_cache):
         try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            save_atomically(lambda file: np.savez(file, lists=names, paths=paths), place)
-            if place is here:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_atomically(lambda file: np.savez(file, lists=names, paths=paths), path)
+            if path is here:
                 in_cache.unlink(missing_ok=True)
             return
         except OSError as error:

@@ -100,15 +100,15 @@ class Ring(Dataset):
 
         Call it once, after the workers were forked. If it fails, uploads are only slower.
         """
-        place, size = self.memory.data_ptr(), self.memory.nbytes
+        address, size = self.memory.data_ptr(), self.memory.nbytes
         runtime = torch.cuda.cudart()
         assert runtime is not None, "CUDA is initialised, as there are batches on a GPU"
-        if code := int(runtime.cudaHostRegister(place, size, PORTABLE)):
+        if code := int(runtime.cudaHostRegister(address, size, PORTABLE)):
             text = f"{size / 1e9:.1f} GB of batches could not be page-locked (CUDA error {code})"
             log.warning(f"{text}: uploads are slower; ulimit -l may be too low")
             return
         # Not at the interpreter's exit, as CUDA has ended by then.
-        weakref.finalize(self, runtime.cudaHostUnregister, place).atexit = False
+        weakref.finalize(self, runtime.cudaHostUnregister, address).atexit = False
 
 
 class RingLoader:

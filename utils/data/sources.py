@@ -138,7 +138,7 @@ class Index(NamedTuple):
     classes: list[str]
     counts: Any  # images of each class, integers [classes]
     paths: bytes  # see `Source`
-    records: np.ndarray  # [n], with at least the fields "place" and "bytes"
+    records: np.ndarray  # [n], with at least the fields "offset" and "bytes"
     numbers: np.ndarray  # index in ``files`` of each image's file: integers [n]
 
 
@@ -182,12 +182,12 @@ class Archive(Source):
     def stored(self, image: int) -> tuple[str, int, int]:
         """The file that holds ``image``, the offset there, and the size in bytes."""
         record = self.records[image]
-        return self.files[self.numbers[image]], int(record["place"]), int(record["bytes"])
+        return self.files[self.numbers[image]], int(record["offset"]), int(record["bytes"])
 
     def read(self, image: int) -> bytes:
         """All bytes of an image. Raises: OSError."""
         record, number, buffer = self.records[image], self.numbers[image], self._buffer
-        place, count = int(record["place"]), int(record["bytes"])
+        offset, count = int(record["offset"]), int(record["bytes"])
         if threading.current_thread() is not threading.main_thread():  # several reads in flight
             buffer = np.empty(count, np.uint8)
         elif len(buffer) < count:  # a reused buffer stays in the processor's cache
@@ -197,7 +197,7 @@ class Archive(Source):
             raise OSError(f"{name} was changed during this run: start the run again")
         target, done = buffer[:count].data, 0
         while done < count:  # a network disk may return fewer bytes than requested
-            got = os.preadv(self._handles[number], [target[done:]], place + done)
+            got = os.preadv(self._handles[number], [target[done:]], offset + done)
             if not got:
                 name = os.path.basename(self.files[number])
                 raise OSError(f"{name} ends before the image does")

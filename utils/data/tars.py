@@ -57,7 +57,7 @@ COMPRESSED = {".gz": "gunzip", ".tgz": "gunzip", ".bz2": "bunzip2", ".xz": "unxz
 MAGIC = {b"\x1f\x8b": ".gz", b"BZ": ".bz2", b"\xfd7": ".xz", b"(\xb5": ".zst"}
 LARGEST_HEADER = 1 << 20  # limit for a long name or a label, bytes; a path has at most 4096
 HEADER = struct.Struct("100s24x12s12x8s1s188x155s12x")  # name, size, checksum, type, prefix
-RECORD = np.dtype([("file", "<u2"), ("place", "<i8"), ("bytes", "<i8")])  # for each image
+RECORD = np.dtype([("file", "<u2"), ("offset", "<i8"), ("bytes", "<i8")])  # for each image
 # The index's name in the cache, which no class can have. The number grows with a change of rules.
 KEPT = "/2"
 _SUFFIXES = tuple(suffix.encode() for suffix in SUFFIXES)
@@ -236,8 +236,8 @@ def _by_class(root: Path, tars: list["_Tar"], table: list[str]) -> dict[bytes, d
 
     for tar in tars:
         stem = os.fsencode(tar.path.stem)
-        for name, (place, size) in tar.images.items():
-            record = (tar.number, place, size)
+        for name, (offset, size) in tar.images.items():
+            record = (tar.number, offset, size)
             if known and (path := _unquoted(name)).partition(b"/")[0] in known:
                 add(path, record)
             elif (label := tar.labels.get(_key(name))) is not None:
@@ -333,7 +333,7 @@ class _Tar:
     start: int
     end: int
     prefix: bytes = b""  # put before all names: an inner tar file's own name, without .tar
-    images: dict[bytes, tuple[int, int]] = field(default_factory=dict)  # name: place, bytes
+    images: dict[bytes, tuple[int, int]] = field(default_factory=dict)  # name: offset, bytes
     labels: dict[bytes, bytes] = field(default_factory=dict)  # key: text of the label
     documents: set[bytes] = field(default_factory=set)  # keys of JSON files
     folders: set[bytes] = field(default_factory=set)
@@ -381,27 +381,27 @@ class _Tar:
         Iterating over a TarFile would keep all members in memory and treat a damaged header as the
         end. Raises: `UserError` if the tar file is damaged or incomplete, or contains sparse files.
         """
-        place, where = self.start, self.where(self.prefix)
+        offset, where = self.start, self.where(self.prefix)
         try:
-            file.seek(place)
+            file.seek(offset)
             tar = tarfile.TarFile(fileobj=file, encoding="utf-8", errors="surrogateescape")
             while True:
-                if place + BLOCK > self.end:
+                if offset + BLOCK > self.end:
                     raise EOFError
-                file.seek(place)
+                file.seek(offset)
                 header = file.read(BLOCK)
                 member = _plain_file(header)
                 if member and not tar.pax_headers:  # these can override a header
-                    member.offset_data = place + BLOCK
-                    tar.offset = place + BLOCK - (-member.size // BLOCK) * BLOCK
+                    member.offset_data = offset + BLOCK
+                    tar.offset = offset + BLOCK - (-member.size // BLOCK) * BLOCK
                 elif not header.strip(b"\0"):  # the end
                     return
                 else:
-                    file.seek(place)
+                    file.seek(offset)
                     member = tarfile.TarInfo.fromtarfile(tar)
-                if member.size < 0 or tar.offset <= place:
+                if member.size < 0 or tar.offset <= offset:
                     raise ValueError
-                place = tar.offset
+                offset = tar.offset
                 if member.issparse():
                     raise _unsupported(f"{where} contains the sparse file {member.name}")
                 yield member
@@ -409,8 +409,8 @@ class _Tar:
             text = f"{where} ends before its last file does, after {self.end - self.start:,} bytes"
             raise _error(f"{text}: the copy is incomplete, copy it again") from None
         except (tarfile.TarError, ValueError, LookupError, RecursionError):
-            if place > self.start:
-                text = f"{where} is damaged at byte {place - self.start:,}: copy it again"
+            if offset > self.start:
+                text = f"{where} is damaged at byte {offset - self.start:,}: copy it again"
                 raise _error(text) from None
             if not self.prefix and (suffix := MAGIC.get(os.pread(file.fileno(), 2, 0))):
                 raise _compressed(self.path, suffix) from None

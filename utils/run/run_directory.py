@@ -247,9 +247,9 @@ class Run:
             try:
                 return compute()
             except OSError as error:
-                place = self.folder.path if self.folder else self.args.output_dir
+                folder = self.folder.path if self.folder else self.args.output_dir
                 raise UserError(
-                    f"cannot write into the run directory {place} ({error.strerror}): "
+                    f"cannot write into the run directory {folder} ({error.strerror}): "
                     "existing files are intact; free disk space, or choose another --output-dir"
                 ) from error
 

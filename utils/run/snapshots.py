@@ -142,13 +142,13 @@ class SnapshotWriter:
         began = time.perf_counter()
         copied: dict[int, Tensor] = {}  # a tensor that is in two files is copied once
 
-        def copy(tensor: Tensor, place: str) -> Tensor:
+        def copy(tensor: Tensor, key: str) -> Tensor:
             """A copy on the host, in the last snapshot's buffer if that has the same layout."""
             if id(tensor) not in copied:
-                values, buffer = tensor.detach(), self._buffers.get(place)
+                values, buffer = tensor.detach(), self._buffers.get(key)
                 if buffer is None or _layout(buffer) != _layout(values):
                     buffer = torch.empty_like(values, device="cpu", pin_memory=values.is_cuda)
-                    self._buffers[place] = buffer
+                    self._buffers[key] = buffer
                 copied[id(tensor)] = buffer.copy_(values, non_blocking=True)
             return copied[id(tensor)]
 
@@ -185,13 +185,13 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _map_tensors(change: Callable[[Tensor, str], Any], value: Any, place: str = "") -> Any:
-    """``value`` with ``change(tensor, place)`` for each tensor in its dictionaries and lists."""
+def _map_tensors(change: Callable[[Tensor, str], Any], value: Any, key: str = "") -> Any:
+    """``value`` with ``change(tensor, key)`` for each tensor in its dictionaries and lists."""
     if isinstance(value, dict):
-        return {key: _map_tensors(change, x, f"{place}/{key}") for key, x in value.items()}
+        return {name: _map_tensors(change, x, f"{key}/{name}") for name, x in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_map_tensors(change, x, f"{place}/{i}") for i, x in enumerate(value))
-    return change(value, place) if isinstance(value, Tensor) else value
+        return type(value)(_map_tensors(change, x, f"{key}/{i}") for i, x in enumerate(value))
+    return change(value, key) if isinstance(value, Tensor) else value
 
 
 # ---- the content of a snapshot

@@ -96,7 +96,7 @@ def fetch(url: str, folder: Path | None) -> Path:
     Without ``folder``, use a temporary one. The best model beside the file is downloaded, too,
     unless ``folder`` already has one. Raises: `UserError`.
     """
-    system, place, name, names = _find(url)
+    system, remote, name, names = _find(url)
     if folder is None:
         scratch = tempfile.TemporaryDirectory(prefix="imagenet-")
         _at_exit(scratch.cleanup)
@@ -106,9 +106,9 @@ def fetch(url: str, folder: Path | None) -> Path:
     )  # `utils.start.atomic.remove_leftovers` knows this ending
     _at_exit(lambda: file.unlink(missing_ok=True))
     try:
-        _download(system, f"{place}/{name}", file)
+        _download(system, f"{remote}/{name}", file)
         if BEST in names and name != BEST and not (folder / BEST).exists():
-            _download(system, f"{place}/{BEST}", folder / BEST)
+            _download(system, f"{remote}/{BEST}", folder / BEST)
     except Exception as error:
         raise UserError(f"cannot download {url} ({error!r:.200})") from error
     return file
@@ -124,7 +124,7 @@ class Store(Sink):
 
     def __init__(self, url: str, folder: Path):
         self.folder, self.url = folder, f"{url.rstrip('/')}/{folder.name}"
-        self.system, self.place = None, ""
+        self.system, self.path = None, ""
         self.fails = False  # whether the last upload failed
         self.waiting: set[Path] = set()  # files to upload
         self.sending: set[Path] = set()  # the file that is being uploaded
@@ -142,13 +142,13 @@ class Store(Sink):
         names: set[str] = set()
         bucket = ""  # its name, if it does not exist
         try:
-            self.system, self.place = _connect(self.url)
-            names, first = _names(self.system, self.place), self.place.partition("/")[0]
+            self.system, self.path = _connect(self.url)
+            names, first = _names(self.system, self.path), self.path.partition("/")[0]
             # The path of a local folder begins with "/", so ``first`` is empty.
             bucket = first if first and not names and not self.system.exists(first) else ""
             for name in (BEST, SNAPSHOT) if needed and SNAPSHOT in names else ():
                 if name in names:
-                    _download(self.system, f"{self.place}/{name}", self.folder / name)
+                    _download(self.system, f"{self.path}/{name}", self.folder / name)
                     log.info(f"fetched {self.url}/{name}")
         except Exception as error:
             if needed:
@@ -197,13 +197,13 @@ class Store(Sink):
             self.waiting.discard(path)  # first, as a newer version may be added meanwhile
             try:
                 if self.system is None:
-                    self.system, self.place = _connect(self.url)
+                    self.system, self.path = _connect(self.url)
                 # fsspec's own copies of local files are visible before they are complete.
                 if isinstance(self.system, LocalFileSystem):
-                    Path(self.place).mkdir(parents=True, exist_ok=True)
-                    link_atomically(path, Path(self.place, path.name))
+                    Path(self.path).mkdir(parents=True, exist_ok=True)
+                    link_atomically(path, Path(self.path, path.name))
                 else:
-                    self.system.put_file(str(path), f"{self.place}/{path.name}")
+                    self.system.put_file(str(path), f"{self.path}/{path.name}")
             except Exception as error:  # whatever it is, training continues
                 self._warn(error)
                 self.waiting.add(path)
