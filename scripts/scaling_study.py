@@ -1,14 +1,17 @@
 """Train on 1, 2, 4, ... nodes, one run after the other, and keep a log book.
 
-    bash scripts/scaling_study.sh HOSTS_FILE --nodes 1,2,4,8 --hours 2 -- \\
+    bash scripts/scaling_study.sh HOSTS_FILE --nodes 1,2,4,8 --hours 2 \\
         SCRIPT OPTIONS DATA
-    bash scripts/scaling_study.sh --simulate 2 -- SCRIPT OPTIONS DATA  # here
-    bash scripts/scaling_study.sh --slurm='--gpus-per-node=4' --nodes 1,2 -- \\
+    bash scripts/scaling_study.sh --simulate 2 SCRIPT OPTIONS DATA  # here
+    bash scripts/scaling_study.sh --slurm='--gpus-per-node=4' --nodes 1,2 \\
         SCRIPT OPTIONS DATA
 
 A study trains once for each combination of a number of nodes, a value of each --vary option, and a
-seed. If it is interrupted, run the same command again. Finished runs are not repeated, and an
-unfinished one resumes from its snapshot.
+seed. Its own options stand before SCRIPT, such as imagenet_ddp.py, and those of the training after
+it. Add --try first: in a minute or two it shows whether all of the study works.
+
+If it is interrupted, run the same command again. Finished runs are not repeated, and an unfinished
+one resumes from its snapshot. With larger --epochs or --hours, all runs continue.
 """
 
 import argparse
@@ -21,6 +24,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -36,14 +40,16 @@ launch.prepare()  # before torch is imported, which takes seconds
 import hosts
 import launcher
 from bench import namespaces
-from studies import page
+from studies import page, tiny
 from studies.plan import LARGEST, ONE_NODE, OPEN_END, Study, plan
 from studies.runs import STEP, StudyRun
 
+from utils import options
 from utils.start import addresses, errors, orphans, signals
 from utils.start.errors import BAD_INPUT, INTERRUPTED, UserError
 from utils.start.option_types import count, list_of, number, positive
 
+SCRIPT = re.compile(r"(.*/)?imagenet_\w+\.py")
 # The last line that a script prints with --find-batch.
 LARGEST_LINE = re.compile(r"largest batch per GPU: (\d+)")
 DUMPS = ("early", "late")  # nvidia-smi's output, from the first and the second half of a run
@@ -51,7 +57,7 @@ DUMPS = ("early", "late")  # nvidia-smi's output, from the first and the second 
 
 def parse(words: list[str]) -> tuple[Study, list[str]]:
     """The study's own options, and SCRIPT with its options. Raises: `UserError`."""
-    words, training = launcher.split(words)
+    words, training = split_words(words)
     parser = hosts.make_parser("scaling_study.sh", __doc__)
     hosts.add_node_options(parser)
     add = parser.add_argument
@@ -62,7 +68,7 @@ def parse(words: list[str]) -> tuple[Study, list[str]]:
     text = "with --simulate, as root: network namespaces with links of this rate, such as 300mbit"
     add("--link", metavar="RATE", help=text)
     text = "submit each run as a job, with these options of sbatch"
-    add("--slurm", nargs="?", const="", metavar="='OPTIONS'", help=text)
+    add("--slurm", nargs="?", const=" ", metavar="='OPTIONS'", help=text)
     text = "numbers of nodes, such as 1,2,4,8; default: 1, 2, 4, ... up to all"
     add("--nodes", type=list_of(positive), help=text)
     above_0 = number(float, 0, exclusive=True)
@@ -84,24 +90,45 @@ def parse(words: list[str]) -> tuple[Study, list[str]]:
     text = "copy each run's best model and last snapshot to URL/NAME OF THE RUN/"
     add("--store", metavar="URL|DIR", help=text)
     add("--dry-run", action="store_true", help="only print each run's command")
-    args = parser.parse_args(words, Study())
+    text = f"first see whether all of it works: {tiny.WHAT}. Its page is in logbook_try"
+    add("--try", dest="tiny", action="store_true", help=text)
+    args, unknown = parser.parse_known_args(words, Study())
+    if unknown:
+        name = unknown[0].partition("=")[0]
+        if name in options.build_parser(None, "").option_names:
+            raise UserError(f"{name} is an option of the training: give it after the script's name")
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if args.tiny and not args.hosts and args.slurm is None:
+        args.simulate = args.simulate or 2
     if [args.hosts, args.simulate, args.slurm].count(None) != 2:
         raise UserError("give either a HOSTS_FILE, or --simulate N, or --slurm")
     if args.link and not (args.simulate and re.fullmatch(r"\d+(\.\d+)?[kmg]bit", args.link)):
         raise UserError(f"--link {args.link} is not a rate such as 300mbit, with --simulate N")
     if not training:
-        raise UserError("the training command is missing: ... -- imagenet_ddp.py OPTIONS DATA")
+        raise UserError("the training command is missing: ... imagenet_ddp.py OPTIONS DATA")
     if args.slurm is not None and not args.nodes:
         raise UserError("--slurm needs --nodes, such as --nodes 1,2,4")
     if args.global_batch and args.batch_size:
         raise UserError("give either --global-batch or -b")
-    args.name, args.vary = args.name or "", args.vary or []
+    args.name, args.vary, args.overrides = args.name or "", args.vary or [], []
     args.machines = hosts.read(args.hosts) if args.hosts else []
     most = args.simulate or len(args.machines) or args.nodes[-1]
     args.nodes = args.nodes or sorted({2**i for i in range(20) if 2**i <= most} | {most})
     if args.nodes[-1] > most:
         raise UserError(f"--nodes {args.nodes[-1]}, but there are only {most} nodes")
     return args, training
+
+
+def split_words(words: list[str]) -> tuple[list[str], list[str]]:
+    """The study's own words, and SCRIPT with its options: the words after `--`, or those from the
+    script's name on. Between two `--` are more options of the script: a file in scripts/studies
+    appends the second, and its user types the first."""
+    if "--" not in words:
+        cut = next((i for i, word in enumerate(words) if SCRIPT.fullmatch(word)), len(words))
+        return words[:cut], words[cut:]
+    own, rest = launcher.split(words)
+    more, training = launcher.split(rest)
+    return (own, [*training, *more]) if training else (own, more)
 
 
 def batch_size(text: str) -> str:
@@ -198,6 +225,7 @@ class Runner:
         """
         env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "NODE_RANK")}
         env |= {"PYTHONUNBUFFERED": "1", **dict(self.args.env or ())}
+        env |= {"CUDA_VISIBLE_DEVICES": ""} if self.args.tiny else {}
         # Each command has its own session: Ctrl-C reaches only this process, which passes it on.
         how = {"env": env, "start_new_session": True, "stdin": subprocess.DEVNULL}
         how["preexec_fn"] = functools.partial(orphans.die_with_parent, os.getpid())
@@ -284,14 +312,17 @@ class Runner:
             )
 
 
+ENDS = ("--epochs", "--train-time")  # options that a study may change later
+
+
 def without_ends(command: Iterable[str]) -> list[str]:
-    """Return a command without the values that a study may change later: epochs and hours."""
+    """Return a command without `ENDS` and their values."""
     words = list(command)
-    for option in ("--epochs", "--train-time"):
+    for option in ENDS:
         while option in words:
             place = words.index(option)
             del words[place : place + 2]
-    return [word for word in words if not word.startswith(("--epochs=", "--train-time="))]
+    return [word for word in words if not word.startswith(tuple(f"{option}=" for option in ENDS))]
 
 
 @contextlib.contextmanager
@@ -300,8 +331,13 @@ def study_lock(folder: Path, runs: list[StudyRun]) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     for run in runs:
         begun = run.file("command").read_text() if run.file("command").exists() else None
-        if not begun or not run.has_trained:
+        if not begun or not run.has_trained or shlex.split(begun) == [*run.command]:
             continue
+        if run.ends_with_epochs and without_ends(shlex.split(begun)) == without_ends(run.command):
+            raise UserError(
+                f"the run {run.name} cannot be lengthened, as its --lr-schedule or --progressive "
+                f"depends on --epochs: use that command ({begun}), or choose another --name"
+            )
         if without_ends(shlex.split(begun)) != without_ends(run.command):
             raise UserError(
                 f"the run {run.name} began with other options: use that command "
@@ -317,7 +353,19 @@ def study_lock(folder: Path, runs: list[StudyRun]) -> Iterator[None]:
 
 def main() -> int:
     args, training = parse(sys.argv[1:])
-    runs = plan(args, training)
+    runs, began = plan(args, training), time.monotonic()
+    if not args.tiny:
+        return carry_out(args, runs)
+    with tempfile.TemporaryDirectory(prefix="study_try_") as place:
+        code = carry_out(args, plan(args, tiny.shrink(args, training, Path(place))))
+    if not code and not args.dry_run:
+        took = f"{time.monotonic() - began:.0f} s"
+        print(f"the try took {took}, and all of it works; leave out --try to train", flush=True)
+    return code
+
+
+def carry_out(args: Study, runs: list[StudyRun]) -> int:
+    """Train the runs that are not finished, and write the study's page. Returns: an exit code."""
     folder, left = args.logbook / args.name, [run for run in runs if not run.is_finished]
     command = shlex.join(["bash", "scripts/scaling_study.sh", *sys.argv[1:]])
     print(f"study {args.name}: {len(runs)} runs, {len(left)} to be trained")
@@ -336,7 +384,8 @@ def main() -> int:
         runner = Runner(args, folder)
         if args.hosts and left:
             runner.check_nodes(args.hosts, left)
-        for run in [*left, *left]:  # a run that fails, say because a node is lost, gets another try
+        # A run that fails, say because a node is lost, gets a second attempt.
+        for run in left if args.tiny else [*left, *left]:
             if run.is_finished or runner.stopped:
                 continue
             runner.train(run)

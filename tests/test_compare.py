@@ -18,7 +18,7 @@ other cannot be compared with one: it has another model (vgg19, not resnet50) an
 (176, not 224) and data (8 images, not 9 images) and training image sizes (128:160, not 224).
 Accuracy fell with speed: after epoch 4, top-1 is 70.00 % (one) and 60.50 % (two), more than \
 seeds explain, so compare the times to the same accuracy.
-two trained 1.90 times as many images per second as one (95 % efficiency).
+two trained 1.90 times as many images per second as one (95 % throughput efficiency).
 Both reached 60 % top-1: after 2 h (two) and 3 h (one).
 Beware: the runs differ in length (4 to 5 epochs); the global batches differ (64 to 130), which \
 changes accuracy; the runs differ in mode, precision, comm, gpu, cpu and torch.
@@ -40,7 +40,7 @@ state                          not finished  not finished  not finished
 images/s                               1900          1000          2000
 images/s per GPU                        950          1000          2000
 speed-up to one                        1.90          1.00             -
-scaling efficiency                     95 %         100 %             -
+throughput efficiency                  95 %         100 %             -
   top-1 after epoch 4, %              60.50         70.00         61.00
   time to top-1 of 60 %                 2 h           3 h           5 h
 time per step, ms                     68.42            64         85.33
@@ -93,7 +93,7 @@ torch (2.5, not 2.4): the efficiency is not that of scaling alone
 NOT COMPARABLE: other differs from one in model (vgg19, not resnet50) and image size (176, not \
 224) and data (8 images, not 9 images) and training image sizes (128:160, not 224); it has no \
 speed-up
-speed-up and efficiency: images/s relative to one, at different batches per GPU"""
+speed-up and throughput efficiency: images/s relative to one, at different batches per GPU"""
 ONE = {
     "arch": "resnet50", "mode": "nd", "recipe": "classic90", "gpus": 1, "batch_per_gpu": 64,
     "global_batch": 64, "steps_per_epoch": 5, "image_size": 224, "data_id": "9 images",
@@ -218,7 +218,8 @@ BEYOND = "more than the noise of 50000 images, but another seed may change it as
         (
             {"1 node": (1600, (60, 75.9), GOOD | {"gpus": 4}),
              "2 nodes": (3072, (60, 76.2), GOOD | {"gpus": 8})},
-            ["2 nodes trained 1.92 times as many images per second as 1 node (96 % efficiency).",
+            ["2 nodes trained 1.92 times as many images per second as 1 node (96 % "
+             "throughput efficiency).",
              "Both reached 75 % top-1: after 3.33 min (1 node) and 3.33 min (2 nodes).",
              "Best top-1: 75.90 % (1 node) and 76.20 % (2 nodes), a difference within the noise of "
              "50000 validation images."],
@@ -257,7 +258,8 @@ BEYOND = "more than the noise of 50000 images, but another seed may change it as
              "64 GPUs": (49280, (40, 64.2), GOOD | {"gpus": 64, "global_batch": 256})},
             ["Accuracy fell with speed: after epoch 2, top-1 is 75.40 % (1 GPU) and 64.20 % "
              "(64 GPUs), more than seeds explain, so compare the times to the same accuracy.",
-             "64 GPUs trained 49.28 times as many images per second as 1 GPU (77 % efficiency).",
+             "64 GPUs trained 49.28 times as many images per second as 1 GPU (77 % "
+             "throughput efficiency).",
              "Both reached 64 % top-1: after 3.33 min (1 GPU) and 3.33 min (64 GPUs)."],
         ),
         (  # guessing is right for 33 % of three classes
@@ -268,9 +270,10 @@ BEYOND = "more than the noise of 50000 images, but another seed may change it as
         (  # two processes on two cores
             {"a": (28, (30, 60), FEW),
              "b": (128, (30, 60), FEW | {"gpus": 2, "batch_per_gpu": 32})},
-            ["The efficiency of 229 % (b) cannot be that of scaling: something else slowed down a, "
+            ["The throughput efficiency of 229 % (b) cannot be that of scaling: "
+             "something else slowed down a, "
              "such as other work on its machine; run it again.",
-             "b trained 4.57 times as many images per second as a (229 % efficiency).",
+             "b trained 4.57 times as many images per second as a (229 % throughput efficiency).",
              "Both reached 60 % top-1: after 3.33 min (a) and 3.33 min (b).",
              "Best top-1: 60.00 % (a) and 60.00 % (b), no difference.",
              "Beware: these are CPU speeds, which say nothing about GPUs."],
@@ -300,7 +303,7 @@ def test_runs_without_a_finished_epoch_compare_by_their_steps(tmp_path):
     assert comparison.sentences == [
         "a (0.40 epochs) and b (0.20 epochs) have not finished an epoch: speed and loss are those "
         "of their steps so far.",
-        "b trained 1.90 times as many images per second as a (95 % efficiency).",
+        "b trained 1.90 times as many images per second as a (95 % throughput efficiency).",
     ]
     assert "c is left out" in note(notes, "left out")
     _, _, drawing = pictures.drawings(comparison)[0]
@@ -313,8 +316,8 @@ def test_a_smaller_batch_per_gpu_at_an_equal_global_batch_is_no_difference(tmp_p
         options = GOOD | {"gpus": gpus, "batch_per_gpu": 256 / gpus}
         write(tmp_path / name, epochs_of(100 * gpus, 256), options=options)
     notes = table(tmp_path)[1]
-    assert notes == ["speed-up and efficiency: images/s relative to a, at an equal global batch "
-                     "(strong scaling)"]  # fmt: skip
+    assert notes == ["speed-up and throughput efficiency: images/s relative to a, at an "
+                     "equal global batch (strong scaling)"]  # fmt: skip
     assert pictures.scaling(table(tmp_path)[2]) is not None
     write(
         tmp_path / "c",

@@ -74,7 +74,7 @@ def test_section_and_page(hal):
     own = re.sub("(?s)<script>.*", "", text)  # without plotly's library
     assert not re.findall('src="|<link|href|url\\(|@import', own)
     rows = [" ".join(re.sub("<.*?>", " ", row).split()) for row in re.findall("<tr.*?</tr>", text)]
-    assert "scaling efficiency 100 % 95 % 92 % 89 % 77 % 64 %" in rows
+    assert "throughput efficiency 100 % 95 % 92 % 89 % 77 % 64 %" in rows
     assert "images/s relative to 2 GPUs, at an equal batch per GPU (weak scaling)" in text
     for sentence in table(hal / "runs")[2].sentences:
         assert sentence in text and sentence in section.partition("```")[0]

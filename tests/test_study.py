@@ -1,6 +1,7 @@
 """scripts/scaling_study.sh: plans, the table, and studies: simulated, over ssh, under Slurm."""
 
 import ctypes
+import dataclasses
 import json
 import os
 import re
@@ -82,8 +83,8 @@ def test_varied_options_and_seeds():
 @pytest.mark.parametrize(
     ("own", "training", "words"),
     [
-        ("", f"{TRAINING} --train-time=2", "give --hours before the --"),
-        ("--vary b=1,2", TRAINING, "the study sets -b: give --vary b before the --"),
+        ("", f"{TRAINING} --train-time=2", "give --hours before imagenet_ddp.py"),
+        ("--vary b=1,2", TRAINING, "the study sets -b: give --vary b before imagenet_ddp.py"),
         ("--vary name=a,b", TRAINING, "--vary --name=a is not possible"),
         ("--global-batch 60", TRAINING, "60 is not a multiple of 8"),
         ("", "imagenet_dp.py tests", "imagenet_dp.py trains on one node"),
@@ -95,16 +96,27 @@ def test_varied_options_and_seeds():
         ("--seeds 0,1", f"{TRAINING} --seed 3", "give --seeds before"),
         ("--nodes 16", TRAINING, "--nodes 16, but there are only 8 nodes"),
         ("--nodes 2,2", TRAINING, "two runs would be called s_2nodes"),
-        ("-b largest", TRAINING, "the study sets -b: give -b before the --"),
+        ("-b largest", TRAINING, "the study sets -b: give -b before imagenet_ddp.py"),
         ("-b 8 --global-batch 64", "imagenet_ddp.py tests", "either --global-batch or -b"),
         ("--link 5", TRAINING, "--link 5 is not a rate"),
         ("--slurm", TRAINING, "--slurm needs --nodes"),
+        ("--epochs 3", TRAINING, "--epochs is an option of the training: give it after the script"),
+        ("--node 3", TRAINING, "^2scaling_study.sh: error: unknown option --node: .* --nodes"),
     ],
 )
 def test_options_that_contradict_each_other(capsys, own, training, words):
     with pytest.raises((UserError, SystemExit)) as ended:
         plan(own, training)
     assert re.search(words, f"{ended.value}{capsys.readouterr().err}")
+
+
+def test_training_options_follow_the_script_or_the_dashes():
+    own, training = ["hosts", "--hours", "2"], TRAINING.split()
+    for words in ([*own, *training], [*own, "--", *training]):
+        assert scaling_study.split_words(words) == (own, training)
+    # As from a file in scripts/studies: the options that its user types come last.
+    words = [*own, "--", "--epochs", "3", "--", *training]
+    assert scaling_study.split_words(words) == (own, [*training, "--epochs", "3"])
 
 
 def test_a_run_that_has_begun_keeps_its_options(tmp_path):
@@ -144,6 +156,10 @@ def test_a_finished_study_can_be_lengthened(tmp_path, summary, training, own, lo
             runs[0].file("command").write_text(shlex.join(runs[0].command))
         with scaling_study.study_lock(tmp_path / "book/s", runs):
             pass
+    cosine = [plan("--nodes 1", f"{words} --lr-schedule cosine --epochs {n}") for n in (2, 3)]
+    runs[0].file("command").write_text(shlex.join(cosine[0][0].command))
+    with pytest.raises(UserError, match="s_1node cannot be lengthened, as its --lr-schedule"):
+        scaling_study.study_lock(tmp_path / "book/s", cosine[1]).__enter__()
 
 
 def test_with_hours_epochs_are_unlimited_and_the_rate_is_constant():
@@ -274,6 +290,26 @@ def test_repeats_have_a_mean_and_a_spread():
     assert rows["Global Batch Size"] == ["32", "-"]
 
 
+def test_what_is_varied_stands_side_by_side():
+    """On several numbers of nodes, each value has its own base of the scaling efficiency."""
+
+    def columns(*nodes: int) -> dict[str, study_page.Column]:
+        found: dict[str, study_page.Column] = {}
+        for place in nodes:
+            for group, times in (("lr 1", 1.0), ("lr 2", 2.0)):
+                one, run = published_run(place)
+                run.epoch_seconds = times * (run.epoch_seconds or 0.0)
+                found[f"{place}, {group}"] = [(dataclasses.replace(one, group=group), run)]
+        return found
+
+    rows = {title: cells for title, *cells in study_page.rows(columns(0, 1), 2.0)}
+    assert rows["Avg Epoch Time (min)"] == ["8.76", "17.52", "5.40", "10.80"]
+    assert rows["Scaling Efficiency"] == ["1.00", "1.00", "0.81", "0.81"]
+    assert "Scaling Efficiency" not in dict.fromkeys(
+        row[0] for row in study_page.rows(columns(0), 2)
+    )
+
+
 def test_simulated_nodes_are_nodes_in_the_log_book(tmp_path, monkeypatch):
     """A run of two processes on this machine records one node."""
     monkeypatch.setattr(study_page.pictures, "draw", lambda *_, **__: {})
@@ -373,7 +409,8 @@ def test_a_study_is_killed_stopped_and_continued(folder, tmp_path):
     for text in (
         "2 of 2 runs finished",
         "**Simulated: the nodes are processes",
-        "| Global Batch Size | 5 |",
+        "|  | lr 0.05 | lr 0.02 |",
+        "| Global Batch Size | 5 | 5 |",
         "--env KEY --vary",
         "(s/overlay.png)",
     ):
@@ -406,12 +443,32 @@ def test_under_slurm_with_the_largest_batch(folder, tmp_path):
         done = started.result()
     assert done.code == 0, done.out + done.err
     page = (tmp_path / "book/s.md").read_text()
-    assert re.findall(r"\| Largest Batch Per GPU \| (\d+) \|", page) == ["10", "12"]
-    assert re.findall(r"\| Global Batch Size \| (\d+) \|", page) == ["10", "12"]
+    assert "|  | script imagenet\\_ddp.py | script imagenet\\_fsdp.py |" in page
+    assert "| Largest Batch Per GPU | 10 | 12 |" in page
+    assert "| Global Batch Size | 10 | 12 |" in page
     dumps = re.findall(r"# job \d+, in epoch (\d) of 2, .*\n(\d) of them train", page)
     assert [epoch for epoch, count in dumps if count > "0"] == ["1", "2"] * 2, page
     for name in ("ddp", "fsdp"):
         assert (tmp_path / f"store/s_1node_script-imagenet_{name}/best.pt").is_file()
+
+
+def test_a_try_runs_the_whole_study_in_small(folder, tmp_path):
+    """Before a study on eight hosts. The images come from DATA, the runs are not kept."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text("".join(f"host{n}\n" for n in range(8)))
+    own = f"{hosts} --hours 2 --seeds 0,1 --try"
+    words = study(tmp_path, own, f"imagenet_ddp.py --classes 2 --warmup-epochs 2 {folder}", 90)
+    with run(words, **ENV) as started:
+        started.allow(3 * TIMEOUT)  # two runs, of three processes
+        done = started.result()
+    assert done.code == 0, done.out + done.err
+    assert "all of it works; leave out --try" in done.out
+    page = (tmp_path / "book_try/s.md").read_text()
+    for text in ("**A try: ", "|  | 1 Node | 2 Nodes |", "| Global Batch Size | 2 | 4 |"):
+        assert text in page
+    assert "| Epoch Num | 1 | 1 |" in page
+    assert (tmp_path / "book_try/s/overlay.png").is_file()
+    assert not (tmp_path / "runs").exists() and not (tmp_path / "book").exists()
 
 
 @pytest.mark.long

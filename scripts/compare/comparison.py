@@ -221,7 +221,7 @@ def _rows(comparison: Comparison) -> dict[str, list[Row]]:
             Row(f"images/s per {each}", "images_per_s_per_gpu",
                 lambda run: ratio(run.usual(RATE), run.facts.get("gpus"))),
             Row(f"speed-up{to}", "speed_up", lambda run: run.speed_up, "{:.2f}".format),
-            Row("scaling efficiency", "scaling_efficiency",
+            Row("throughput efficiency", "scaling_efficiency",
                 lambda run: run.efficiency if comparison.scales else None, share),
             Row(f"  top-1 after epoch {common}, %", "common_top1",
                 lambda run: run.points("Top1/val").get(common), "{:.2f}".format),

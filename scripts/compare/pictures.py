@@ -60,7 +60,7 @@ GROUPS = {  # pictures of several panels
 BARS = {  # title, description, key of the row with the bars' lengths, rows written beside the bars
     "training_throughput": (
         "Training throughput",
-        "images/s, x speed-up, scaling efficiency (dotted: perfect scaling)",
+        "images/s, x speed-up, throughput efficiency (dotted: perfect scaling)",
         "images_per_s",
         {"images_per_s": "{}", "speed_up": "x {}", "scaling_efficiency": "{}"},
     ),

@@ -100,7 +100,9 @@ def notes(runs: list[Run]) -> list[str]:
         elif len(whole) == 1:
             kind = "at an equal global batch (strong scaling)"
         if len(gpus - {None}) > 1:
-            texts.append(f"speed-up and efficiency: images/s relative to {base.label}, {kind}")
+            texts.append(
+                f"speed-up and throughput efficiency: images/s relative to {base.label}, {kind}"
+            )
     return texts
 
 
@@ -175,7 +177,8 @@ def _impossible(group: list[Run]) -> list[str]:
             continue
         if run.facts.get("gpus") == base.facts.get("gpus"):
             continue  # a faster program, not a larger machine
-        text = f"The efficiency of {share(efficiency)} ({run.label}) cannot be that of scaling: "
+        text = f"The throughput efficiency of {share(efficiency)} ({run.label}) cannot be that of "
+        text += "scaling: "
         if difference := differ(run, base, _relevant(run, base)):
             return [f"{text}the runs also differ in {difference}"]
         text += f"something else slowed down {base.label}, such as other work on its machine; "
@@ -242,7 +245,7 @@ def _speeds(group: list[Run], base: Run) -> list[str]:
     more_gpus = [run for run in ratios if run.facts.get("gpus") != base.facts.get("gpus")]
     shares = [share(efficiency) for run in more_gpus if (efficiency := run.efficiency)]
     if len(shares) == len(ratios):
-        scaling = f" ({_join(shares)} efficiency)"
+        scaling = f" ({_join(shares)} throughput efficiency)"
     return [f"{who} trained {times} times as many images per second as {base.label}{scaling}"]
 
 

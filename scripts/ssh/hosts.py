@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))  # for modules that need only Python
 
 from utils.start.errors import UserError, exit_with
 from utils.start.launch import MARKER
-from utils.start.option_types import Formatter, non_negative
+from utils.start.option_types import Formatter, Parser, non_negative
 
 # Reads a program from the first line of standard input; the program reads the rest.
 BOOTSTRAP = (
@@ -140,10 +140,10 @@ def ssh_failed(ssh: str, host: Host) -> str:
     return f"ssh to {host.name} failed: does `{ssh} {host.address} python3 -V` work here?"
 
 
-def make_parser(prog: str, text: str | None, usage: str | None = None) -> argparse.ArgumentParser:
+def make_parser(prog: str, text: str | None, usage: str | None = None) -> Parser:
     """Make a parser with the options HOSTS_FILE and --ssh."""
-    parser = argparse.ArgumentParser(
-        prog, usage, text, allow_abbrev=False, formatter_class=Formatter
+    parser = Parser(
+        prog=prog, usage=usage, description=text, allow_abbrev=False, formatter_class=Formatter
     )
     add = parser.add_argument
     text = "one ssh host per line, node rank 0 first"

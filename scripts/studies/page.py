@@ -13,6 +13,7 @@ from pathlib import Path
 from compare import pictures, runs, table
 from compare.comparison import Comparison
 from compare.runs import Run
+from studies import tiny
 from studies.plan import Study
 from studies.runs import StudyRun
 
@@ -21,8 +22,8 @@ LEGEND = """\
 - Learning rate: the highest of the run.
 - Epoch time: evaluation included. The first epoch is left out if there are others.
 - Epoch num: epochs finished in that time.
-- Scaling efficiency: epoch time x processes of column 1, divided by this column's product of both.
-  Evaluation counts. The efficiency under "Metrics" compares training images/s, so it may differ.
+- Scaling efficiency: epoch time x processes on the fewest nodes, divided by this column's product
+  of both. Evaluation counts. (Throughput efficiency, below, compares images/s of training alone.)
 - Best validation loss: the lowest of all epochs. It may be another epoch than that of best.pt.
 - Test loss and accuracy: those of best.pt, the model that --best-by chooses."""
 
@@ -42,8 +43,10 @@ def rows(columns: dict[str, Column], hours: float | None) -> list[list[str]]:
     def process_seconds(one: StudyRun, run: Run) -> float:
         return (run.epoch_seconds or 0.0) * (run.facts.get("gpus") or one.nodes)
 
-    first = next(filter(None, columns.values()), [])
-    base = [seconds for pair in first if (seconds := process_seconds(*pair))]
+    bases: dict[str, list[float]] = {}  # of the first column with the same varied options
+    for pairs_of_column in columns.values():
+        if seconds := [x for pair in pairs_of_column if (x := process_seconds(*pair))]:
+            bases.setdefault(pairs_of_column[0][0].group, seconds)
 
     def epochs(one: StudyRun, run: Run) -> int | None:
         if hours is None or not (one.is_finished or (run.total_hours or 0.0) >= hours):
@@ -52,7 +55,7 @@ def rows(columns: dict[str, Column], hours: float | None) -> list[list[str]]:
 
     def efficiency(one: StudyRun, run: Run) -> float | None:
         own = process_seconds(one, run)
-        return statistics.fmean(base) / own if base and own else None
+        return statistics.fmean(bases[one.group]) / own if own else None
 
     def minutes(value: float) -> str:
         return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
@@ -73,6 +76,8 @@ def rows(columns: dict[str, Column], hours: float | None) -> list[list[str]]:
     }  # fmt: skip
     if not any(one.batch for one, _ in pairs):
         del figures["Largest Batch Per GPU"]
+    if len(columns) > 1 and len({one.nodes for one, _ in pairs}) == 1:
+        del figures["Scaling Efficiency"]  # of a study that varies other options alone
     cells = []
     for title, (figure_of, show) in figures.items():
         cells.append([title])
@@ -88,7 +93,8 @@ def rows(columns: dict[str, Column], hours: float | None) -> list[list[str]]:
 def hand_over(trained: Column, folder: Path) -> None:
     """Copy all event files into ``folder``: who is handed the log book has no run directories."""
     for one, _ in trained:
-        (folder / one.name).mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(folder / one.name, ignore_errors=True)  # of a run that was begun anew
+        (folder / one.name).mkdir(parents=True)
         for file in one.folder.glob("*tfevents*"):
             shutil.copy2(file, folder / one.name / file.name)
 
@@ -108,7 +114,9 @@ def write(args: Study, planned: list[StudyRun], command: str) -> None:
             trained.append((one, run))
     parts = [f"# {table.escape_markdown(args.name)}"]
     parts += [f"{len(finished)} of {len(planned)} runs finished."]
-    if args.simulate:
+    if args.tiny:
+        parts.append(f"**A try: {tiny.WHAT}. Its figures mean nothing.**")
+    elif args.simulate:
         links = f", with links of {args.link}" if args.link else ""
         parts.append(
             f"**Simulated: the nodes are processes that share the {os.cpu_count()} cores of one "
@@ -129,14 +137,15 @@ def write(args: Study, planned: list[StudyRun], command: str) -> None:
         place = shlex.quote(str(folder)).replace("`", "")
         curves = f"Curves with a cursor: `tensorboard --logdir {place}`, or the page that"
         parts.append(f"{curves} `python scripts/compare_runs.py {place}` writes.")
-    parts.append("## Scaling")
-    for group in dict.fromkeys(one.group for one in planned):
-        columns = {
-            title: [pair for pair in trained if (pair[0].nodes, pair[0].group) == (nodes, group)]
-            for nodes, title in titles.items()
-        }
-        parts += [f"**{table.escape_markdown(group)}**"] if group else []
-        parts.append(table.markdown_table(["", *columns], rows(columns, args.hours)))
+    columns: dict[str, Column] = {}
+    for nodes, group in dict.fromkeys((one.nodes, one.group) for one in planned):
+        # On one number of nodes, the varied options alone tell the columns apart.
+        title = ", ".join(filter(None, [titles[nodes] if len(titles) > 1 else "", group]))
+        columns[title or titles[nodes]] = [
+            pair for pair in trained if (pair[0].nodes, pair[0].group) == (nodes, group)
+        ]
+    parts.append("## Scaling" if len(titles) > 1 else "## Results")
+    parts.append(table.markdown_table(["", *columns], rows(columns, args.hours)))
     states = [[one.name, one.state] for one in planned]
     parts += [LEGEND, "## Runs", table.markdown_table(["run", "state"], states)]
     parts += metrics

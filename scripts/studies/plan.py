@@ -9,6 +9,7 @@ from pathlib import Path
 from hosts import Host
 from studies.runs import StudyRun
 
+from utils.model.options import TO_THE_END
 from utils.start.errors import UserError
 from utils.start.option_types import Options
 
@@ -50,11 +51,13 @@ class Study(argparse.Namespace):
     logbook: Path
     store: str | None
     dry_run: bool
+    tiny: bool  # --try
+    overrides: list[str]  # options of the script that come after all others
 
 
 def plan(study: Study, training: list[str]) -> list[StudyRun]:
     """The runs, in the order in which they are trained. Raises: `UserError`."""
-    check_words(study, training[1:])
+    check_words(study, training)
     planned: dict[str, StudyRun] = {}
     for seed, nodes in itertools.product(study.seeds or [None], study.nodes):
         for variation in itertools.product(*study.vary):
@@ -66,7 +69,7 @@ def plan(study: Study, training: list[str]) -> list[StudyRun]:
     return list(planned.values())
 
 
-def check_words(study: Study, words: list[str]) -> None:
+def check_words(study: Study, training: list[str]) -> None:
     """Raise `UserError` if one of the script's options is the study's own."""
     own = OWN | ({"--seed": "--seeds"} if study.seeds else {})
     own |= dict.fromkeys(("-b", "--b", "--batch-size"), "-b") if study.batch_size else {}
@@ -75,9 +78,10 @@ def check_words(study: Study, words: list[str]) -> None:
         if option in (*OWN, "--seed", "--output-dir"):
             raise UserError(f"--vary {option}={value} is not possible: the study sets it")
         own[option] = f"--vary {option.lstrip('-')}"
-    for word in (one.partition("=")[0] for one in words):
+    script, *options = training
+    for word in (one.partition("=")[0] for one in options):
         if word in own:
-            how = f"give {own[word]} before the --" if own[word] else "leave it out"
+            how = f"give {own[word]} before {script}" if own[word] else "leave it out"
             raise UserError(f"the study sets {word}: {how}")
 
 
@@ -98,13 +102,15 @@ def plan_run(
     if script in ONE_NODE and nodes > 1:
         raise UserError(f"{script} trains on one node: use imagenet_ddp.py, or --nodes 1")
     more = [word for pair in variation if pair[0] != "--script" for word in pair]
-    options = script_options(script, [*rest, *more], local=bool(study.simulate))
+    words = [*rest, *more, *study.overrides]
+    options = script_options(script, words, local=bool(study.simulate))
     study.name = study.name or options.arch
     more += batch_and_rate(study, script, options, nodes)
     more += ["--seed", str(seed)] if seed is not None else []
     more += ["--train-time", f"{study.hours:g}"] if study.hours else []
     more += ["--store", study.store] if study.store else []
     more += ["-b", study.batch_size] if study.batch_size not in (None, LARGEST) else []
+    more += study.overrides
     parts = [study.name, f"{nodes}node{'s' * (nodes > 1)}"]
     parts += [f"{o.lstrip('-')}-{v.removesuffix('.py')}" for o, v in variation]
     parts += [f"seed{seed}"] if seed is not None else []
@@ -121,6 +127,7 @@ def plan_run(
         data=options.data,
         epochs=OPEN_END if limits else options.epochs,
         hours=study.hours,
+        ends_with_epochs=options.lr_schedule in TO_THE_END or bool(options.progressive),
     )
 
 

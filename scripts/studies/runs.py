@@ -24,6 +24,7 @@ class StudyRun:
     data: str
     epochs: int = 0  # the run is finished after so many epochs,
     hours: float | None = None  # or so much training time
+    ends_with_epochs: bool = False  # the training depends on the number of epochs from the start
 
     def file(self, ending: str) -> Path:
         """Return the path of a study file in the run directory. ``ending``: "log", "command" (that
