@@ -344,7 +344,9 @@ def test_colours():
     assert len(set(order)) == 4
     names = list(palette.styles([f"run {'x' * i}" for i in range(20)]).values())
     assert len(set(names)) == 20 and len({one.colour for one in names}) == 8
-    assert palette.spread([0.0, 0.1, 5.0], 1.0) == pytest.approx([-0.45, 0.55, 5.0])
+    assert palette.spread([0.0, 0.1, 5.0], 1.0, -9, 9) == pytest.approx([-0.45, 0.55, 5.0])
+    # Labels of curves that end at the top would cover the buttons above the chart.
+    assert palette.spread([0.0, 4.9, 5.0], 1.0, 0, 5) == pytest.approx([0.0, 4.0, 5.0])
 
 
 def test_resumed_run(tmp_path):

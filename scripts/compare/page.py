@@ -107,7 +107,8 @@ def drawing(
         if ends and not chart.bars:
             pixel = PANEL / (scale(high) - scale(low) or 1)
             wanted = [scale(y) * pixel for y, _, _ in last]
-            moved = zip(wanted, spread(wanted, 16), last, strict=True)
+            places = spread(wanted, 16, scale(low) * pixel, scale(high) * pixel)
+            moved = zip(wanted, places, last, strict=True)
             for before, after, (y, name, line) in moved:
                 notes.append({
                     "text": html.escape(_short(name), quote=False), "name": name,

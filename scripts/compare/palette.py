@@ -41,16 +41,23 @@ def _between(place: float) -> str:
     return "#" + "".join(f"{part:02x}" for part in mixed)
 
 
-def spread(places: Sequence[float], gap: float) -> list[float]:
-    """Move ``places`` of labels as little as needed to have ``gap`` between neighbours."""
+def spread(places: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+    """Move ``places`` of labels as little as needed to have ``gap`` between neighbours, and all
+    between ``low`` and ``high`` if they fit there."""
+
+    def inside(centre: float, number: int) -> float:
+        half = min(gap * (number - 1) / 2, (high - low) / 2)
+        return min(max(centre, low + half), high - half)
+
     order = sorted(range(len(places)), key=lambda i: places[i])
     groups: list[tuple[float, list[int]]] = []  # centre and members, from low to high
     for i in order:
-        centre, members = places[i], [i]
+        centre, members = inside(places[i], 1), [i]
         while groups and centre - groups[-1][0] < gap * (len(members) + len(groups[-1][1])) / 2:
             below, lower = groups.pop()
             centre = (below * len(lower) + centre * len(members)) / (len(lower) + len(members))
             members = lower + members
+            centre = inside(centre, len(members))
         groups.append((centre, members))
     moved = [0.0] * len(places)
     for centre, members in groups:

@@ -274,7 +274,7 @@ def name_ends(axes: Any, chart: Chart, colours: dict[str, str]) -> None:
     low, high = scale(low), scale(high)
     ends = [scale(points[-1][1]) for _, points in chart.lines]
     places = [min(max((end - low) / (high - low), 0.0), 1.0) for end in ends]
-    for place, (label, _) in zip(palette.spread(places, gap), chart.lines, strict=True):
+    for place, (label, _) in zip(palette.spread(places, gap, 0.0, 1.0), chart.lines, strict=True):
         text = textwrap.shorten(label, 26, placeholder="…") or label[:26]
         how = {"color": colours[label], "va": "center", "fontsize": 12}
         axes.annotate(text, (1.015, place), xycoords="axes fraction", **how)
