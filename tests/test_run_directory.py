@@ -150,7 +150,7 @@ def test_options_json_keeps_all_options_and_the_command(ran):
     results = json.loads((ran.folder / "options.json").read_text())
     expected = {"batch_size": 5, "lr": 0.1, "data": str(ran.data), "momentum": 0.9}  # a default
     assert {key: results[key] for key in expected} == expected
-    assert re.search(r"imagenet_nd\.py .*--seed 2", results["command"])
+    assert re.match(r"imagenet_nd\.py .*--seed 2", results["command"])
 
 
 def test_log_keeps_every_line_of_the_console(ran):

@@ -7,6 +7,7 @@ import logging
 import math
 import multiprocessing.util
 import os
+import shlex
 import socket
 import sys
 import time
@@ -211,7 +212,9 @@ class Run:
         self.source: Path | str | None = None  # the checkpoint that was read, as messages name it
         plain = (int, float, str, type(None))
         self.options = {k: v for k, v in vars(args).items() if isinstance(v, plain)}
-        self.options |= {"mode": mode, "command": " ".join(sys.argv)}
+        # Without the script's folder: event files and best.pt are handed to others.
+        command = shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]])
+        self.options |= {"mode": mode, "command": command}
         # Facts at the start of the run and results at its end, for HParams and summary.json.
         self.record: dict[str, Any] = {}
         restarts = broadcast_from_rank0(is_elastic, world) and is_training(args)
