@@ -48,11 +48,11 @@ class Job:
 
 def command(script: str, *words: object, **env: str) -> Result:
     """Run a script, as `conftest.python` does, but in a fork of the server."""
-    with _Forked(script, *words, **env) as run:
+    with Forked(script, *words, **env) as run:
         return run.result()
 
 
-class _Forked(Running):
+class Forked(Running):
     """A script in a fork of the server, in its own session, too. It forks its own processes."""
 
     def launch(self, script: str, *words: object, **env: str) -> SimpleNamespace:
@@ -77,7 +77,7 @@ def start(script: str, *arguments: object, launcher: tuple = (), **env: str) -> 
     """Like `running.start`; without a ``launcher`` the script runs in a fork of the server."""
     if launcher:
         return running.start(script, *arguments, launcher=launcher, **env)
-    return _Forked(script.removesuffix(".py"), *SMALL, *arguments, **env)
+    return Forked(script.removesuffix(".py"), *SMALL, *arguments, **env)
 
 
 def _server() -> Any:

@@ -4,7 +4,7 @@ A test that puts tests/stand_in into PYTHONPATH can ask a script for ``-a tiny_p
 norm and no dropout, so that the gradient of a batch is the mean over its images; for
 ``-a tiny_full``, which has both; or for ``-a tiny_vit`` and ``-a tiny_resnet``, a vision
 transformer for 32 pixels and a ResNet, of blocks that imagenet_fsdp.py shards.
-With SLOW_START_IN=R rank R takes minutes to build its model.
+With SLOW_START_IN=R rank R takes minutes to build its model, and says so.
 STEP_SECONDS in the environment makes a forward pass take that long, without using the CPU, so that
 a signal can meet it half-way. With HOLD_AFTER=N the forward pass after N training batches waits
 until the process has met a signal; in rank R alone with HOLD_RANK=R. With SEEN_IMAGES=FOLDER
@@ -115,6 +115,7 @@ def get_pretrained_cfg(name: str) -> SimpleNamespace:
 
 def create_model(name: str, pretrained: bool = False, num_classes: int = 1000) -> nn.Module:
     if os.environ.get("SLOW_START_IN") == os.environ.get("RANK", "0"):
+        os.write(1, b"a long start begins\n")
         time.sleep(600)
     if name == "tiny_vit":
         return VisionTransformer(32, 8, 3, 2, 128, 256, num_classes=num_classes)

@@ -1,0 +1,51 @@
+"""Python imports this first: a training does without torch's compiler, which loads for seconds.
+
+torchvision, optimisers and DistributedDataParallel import ``torch._dynamo`` to ask whether
+something is being compiled. Here they are told: no. Whoever wants more gets the real one. Nor is
+garbage collected among the many objects that modules make, none of which is any.
+"""
+
+import gc
+import importlib
+import importlib.abc
+import importlib.util
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+NAMES = ("torch._dynamo", "torch._dynamo.utils")
+
+
+class Compiler(ModuleType):
+    """In place of a module of `NAMES`."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        for stand_in in NAMES:
+            if isinstance(sys.modules[stand_in], Compiler):
+                del sys.modules[stand_in]
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    """Puts the stand-ins into their places when torchvision begins, which imports them."""
+
+    def find_spec(self, name: str, *_: Any) -> None:
+        if name == "torchvision":
+            sys.meta_path.remove(self)
+            compiler, utils = (Compiler(name) for name in NAMES)
+            compiler.disable = lambda function=None, *_, **__: function
+            compiler.graph_break = lambda *_, **__: None
+            compiler.trace_rules = SimpleNamespace(clear_lru_cache=lambda: None)
+            utils.is_compile_supported = lambda device: False
+            utils.get_optimize_ddp_mode = str
+            torch = importlib.util.find_spec("torch")
+            places = torch.submodule_search_locations if torch else []
+            compiler.utils, compiler.__path__ = utils, [f"{place}/_dynamo" for place in places]
+            for one in (compiler, utils):
+                sys.modules.setdefault(one.__name__, one)
+
+
+sys.meta_path.insert(0, Finder())
+gc.set_threshold(100_000, 50, 1000)
