@@ -1,47 +1,42 @@
 """A GPU that computes nothing: tensors on ``cuda`` with shapes, dtypes and devices, on any machine.
 
-torch's FakeTensorMode gives tensors on ``cuda`` without storage; what mixes devices or dtypes
-raises as on a GPU. What is on the CPU stays real, so that loaders, samplers and files run as they
-are. On top of that, `Gpu` sees each operation and raises an AssertionError where
+torch's FakeTensorMode gives tensors on ``cuda`` without storage; what mixes devices raises as on a
+GPU. What is on the CPU stays real, so that loaders, samplers and files run as they are. `Gpu` sees
+each operation, and raises an AssertionError where the host waits for the device and should not:
+``.item()``, ``synchronize``, a copy that blocks (also one from or to memory that is not pinned).
 
-    the host waits for the device and should not: ``.item()``, a copy that blocks (also one from or
-        to memory that is not pinned), ``synchronize``
-    a stream uses what another one has written, or overwrites what another one reads, without
-        having waited for it; or the host what is still on its way
-
-Values that are read where waiting is allowed are made up: 1. Only the first GPU computes.
+Values that are read where waiting is allowed are made up: 1. Streams have no order, and gradients
+are not exchanged: `pytest -m cuda` runs them, on a GPU.
 """
 
 import ctypes
 import platform
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from traceback import extract_stack
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import FakeWork
-from torch._subclasses.fake_tensor import (
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    unset_fake_temporarily,
-)
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from utils.start import world
 
 aten = torch.ops.aten
 COPIES = {aten._to_copy.default, aten.copy_.default, aten._foreach_copy_.default}
-# What a tensor core would do; `Gpu.heavy` has the dtypes.
-HEAVY = {"convolution", "convolution_backward", "mm", "addmm", "bmm", "baddbmm"}
 # Kernels that change rows of tensors in place, which torch cannot do on fake ones.
 FUSED = {
     aten._fused_sgd_,
@@ -52,81 +47,25 @@ FUSED = {
 
 
 class Stream:
-    """In place of torch.cuda.Stream: a counter of its work, and how far it knows that of others."""
+    """In place of torch.cuda.Stream."""
 
     stream_id, device_index, device_type = 0, 0, 1  # FSDP2 of torch 2.15 hands them to an empty op
 
     def __init__(self, device: Any = None, priority: int = 0):
-        self.count, self.seen = 0, {}
-
-    def now(self) -> dict["Stream", int]:
-        """How far all streams are known to be when what this one has now is done."""
-        return self.seen | {self: self.count}
-
-    def knows(self, other: "Stream", count: int) -> bool:
-        """Whether what ``other`` did until ``count`` is done before what this stream does next."""
-        return other is self or self.seen.get(other, 0) >= count
-
-    def learn(self, seen: dict["Stream", int]) -> None:
-        """Have waited until all streams were as far as ``seen``."""
-        for stream, count in seen.items():
-            self.seen[stream] = max(self.seen.get(stream, 0), count)
-
-    def wait_stream(self, stream: "Stream") -> None:
-        self.learn(stream.now())
-
-    def wait_event(self, event: "Event") -> None:
-        self.learn(event.at)
+        self.wait_stream = self.wait_event = lambda other: None
 
     def record_event(self) -> "Event":
-        event = Event()
-        event.record(self)
-        return event
+        return Event()
 
 
 class Event:
-    """In place of torch.cuda.Event. Asked for the first time, it has not passed yet."""
+    """In place of torch.cuda.Event, of a stream that is not the main one: it never waits long."""
 
     def __init__(self, enable_timing: bool = False):
-        self.enable_timing = enable_timing
-
-    def record(self, stream: Stream | None = None) -> None:
-        self.stream, self.asked = stream or gpu().stream, False
-        self.at = self.stream.now()
-
-    def passed(self) -> bool:
-        return gpu().host.knows(self.stream, self.at[self.stream])
-
-    def query(self) -> bool:
-        if self.asked:
-            gpu().host.learn(self.at)
-        self.asked = True
-        return self.passed()
-
-    def synchronize(self) -> None:
-        if not self.passed():
-            if self.stream is gpu().main:  # an upload waits for nothing that is computed
-                gpu().wait("Event.synchronize()")
-            gpu().host.learn(self.at)
-
-    def elapsed_time(self, end_event: "Event") -> float:
-        for event in (self, end_event):
-            assert event.enable_timing, "an event without enable_timing has no time"
-            assert event.passed(), "CUDA error: device not ready"
-        return 1.0  # ms
-
-
-@dataclass
-class Memory:
-    """What is known of a storage."""
-
-    alive: StorageWeakRef  # which also keeps its address from being used again
-    home: Stream | None = None  # where it was allocated
-    written: tuple[Stream, int] | None = None
-    read: dict[Stream, int] = field(default_factory=dict)
-    users: set[Stream] = field(default_factory=set)
-    recorded: set[Stream] = field(default_factory=set)  # by Tensor.record_stream
-    pinned: bool = False
+        self.record = lambda stream=None: None
+        self.query = lambda: True
+        self.synchronize = lambda: None
+        self.elapsed_time = lambda end: 1.0  # ms
 
 
 class Gpu(TorchDispatchMode):
@@ -134,71 +73,27 @@ class Gpu(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.host, self.main, self.nccl = Stream(), Stream(), Stream()
-        self.stream = self.main  # the current one
-        self.memory: dict[int, Memory] = {}
+        self.pinned: dict[int, StorageWeakRef] = {}  # page-locked; the value keeps the address
         self.locked: list[range] = []  # addresses that were page-locked where they lie
-        self.heavy: set[torch.dtype] = set()
-        self.collectives: Counter[tuple[str, torch.dtype]] = Counter()
         self.gloo: set[str] = set()  # names of process groups
-        self.sent: list[Tensor] = []  # the result of the last collective
-        self.lost: list[Memory] = []  # what was `unrecorded` after a step
-        self.quiet: Callable[[], bool] = lambda: False  # whether they are not
-        self.optimised: set[torch.dtype] = set()  # of what the fused optimiser has updated
-
-    def synchronize(self) -> None:
-        """torch.cuda.synchronize."""
-        self.wait("synchronize()")
-        known = {memory.home for memory in self.memory.values() if memory.home}
-        for stream in {self.main, self.stream, *known}:
-            self.host.wait_stream(stream)
+        self.quiet: Callable[[], bool] = lambda: False  # whether the host must not wait
 
     def wait(self, what: str) -> None:
         """The host waits for the device."""
-        if not self.quiet():
-            return
-        calls = [call for call in extract_stack() if "site-packages" not in call.filename]
-        place = [call for call in calls if "fake_" not in call.filename][-1]
-        raise AssertionError(f"{what} waits for the device in {place.name}")
+        if self.quiet():
+            calls = [call for call in extract_stack() if "site-packages" not in call.filename]
+            place = [call for call in calls if "fake_" not in call.filename][-1]
+            raise AssertionError(f"{what} waits for the device in {place.name}")
 
-    # ---- memory
-
-    def known(self, tensor: Tensor, stream: Stream | None = None) -> Memory:
-        """What is known of the storage of ``tensor``; if nothing, ``stream`` has just made it."""
+    def pin(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in self.memory:
-            written = (stream, stream.count) if stream else None
-            self.memory[storage._cdata] = Memory(StorageWeakRef(storage), stream, written)
-        return self.memory[storage._cdata]
-
-    def ordered(self, stream: Stream, other: Stream, count: int) -> bool:
-        """Whether what ``other`` did until ``count`` ends before what ``stream`` begins now."""
-        return other is self.host or stream.knows(other, count) or self.host.knows(other, count)
-
-    def use(self, tensor: Tensor, writes: bool, stream: Stream | None = None) -> None:
-        """A stream (by default the current one), or the host, reads or writes a tensor."""
-        stream = stream or self.stream
-        memory = self.known(tensor, stream if tensor.device.type == "cuda" else None)
-        if memory.written and not self.ordered(stream, *memory.written):
-            raise AssertionError("used while it is written elsewhere: nobody has waited")
-        memory.users.add(stream)
-        if not writes:
-            memory.read[stream] = stream.count
-            return
-        if any(not self.ordered(stream, *reader) for reader in memory.read.items()):
-            raise AssertionError("overwritten while it is read elsewhere: nobody has waited")
-        memory.written, memory.read = (stream, stream.count), {}
+        self.pinned[storage._cdata] = StorageWeakRef(storage)
+        return tensor
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """Whether a tensor on the CPU is page-locked."""
-        return self.known(tensor).pinned or any(tensor.data_ptr() in one for one in self.locked)
-
-    def unrecorded(self) -> list[Memory]:
-        """Memory that a stream has used on which it was not allocated, without record_stream."""
-        strangers = [m for m in self.memory.values() if m.home and m.users - m.recorded - {m.home}]
-        return [m for m in strangers if m.alive.expired()]
-
-    # ---- operations
+        return tensor.untyped_storage()._cdata in self.pinned or any(
+            tensor.data_ptr() in one for one in self.locked
+        )
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -210,51 +105,29 @@ class Gpu(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         tensors = list(tensors_in((*args, *kwargs.values())))
         if func.namespace == "c10d" and not self._on_host(args, tensors):
-            return self._collective(func, args, tensors)
-        device = kwargs.get("device")
+            work = FakeWork().boxed()
+            return (args[0], work) if len(func._schema.returns) == 2 else work
+        device, pinned = kwargs.get("device"), kwargs.pop("pin_memory", False)
         on_gpu = device is not None and torch.device(device).type == "cuda"
-        pinned = bool(kwargs.get("pin_memory"))
         if not (on_gpu or pinned or any(isinstance(tensor, FakeTensor) for tensor in tensors)):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
-        if pinned:
-            kwargs["pin_memory"] = False
-        self.stream.count += 1
         if func is aten._local_scalar_dense.default:
-            return self._read(tensors[0])
+            if tensors[0].device.type == "cuda":
+                self.wait("reading a value")
+            return 1.0 if tensors[0].is_floating_point() else 1
+        if func.overloadpacket in FUSED:
+            assert len({tensor.device for tensor in tensors}) == 1, f"{func} on several devices"
+            return None
         try:
-            fused = func.overloadpacket in FUSED
-            out = self._fused(func, args, tensors) if fused else func(*args, **kwargs)
-        except DynamicOutputShapeException:
+            out = func(*args, **kwargs)
+        except fake_tensor.DynamicOutputShapeException:
             raise AssertionError(f"{func} waits for the device") from None
-        name = func.overloadpacket.__name__
-        if name in HEAVY and tensors[0].device.type == "cuda":
-            dtypes = {tensor.dtype for tensor in tensors}
-            assert len(dtypes) == 1, f"{name} of {' and '.join(map(str, dtypes))}"
-            self.heavy |= dtypes
-        written = mutated(func, args)
-        for tensor in tensors:
-            if tensor.device.type == "cuda":
-                self.use(tensor, id(tensor) in written)
-            elif func not in COPIES:
-                self.use(tensor, id(tensor) in written, self.host)
-        for tensor in tensors_in((out,)):
-            if tensor.device.type == "cuda":
-                self.known(tensor, self.stream)
-            elif pinned:
-                self.known(tensor).pinned = True
+        if pinned:
+            self.pin(out)
         if func in COPIES:
             self._copy(func, args, kwargs, out)
         return out
-
-    def _fused(self, func: Any, args: tuple, tensors: list[Tensor]) -> None:
-        """Check what a fused kernel demands: one device, and one dtype for what goes together."""
-        assert len({tensor.device for tensor in tensors}) == 1, f"{func} on several devices"
-        lists = [value for value in args if isinstance(value, list) and value]
-        for row in zip(*lists, strict=True):
-            (dtype,) = {tensor.dtype for tensor in row}
-            if len(row) > 1:  # an optimiser's
-                self.optimised.add(dtype)
 
     def _on_host(self, args: tuple, tensors: list[Tensor]) -> bool:
         """Whether a collective is of a group of gloo's. NCCL and gloo want tensors of their own."""
@@ -263,25 +136,6 @@ class Gpu(TorchDispatchMode):
         kinds = {tensor.device.type for tensor in tensors}
         assert kinds == {"cpu" if on_host else "cuda"}, f"a collective of tensors on {kinds}"
         return on_host
-
-    def _collective(self, func: Any, args: tuple, tensors: list[Tensor]) -> Any:
-        """A collective of NCCL's, in a stream of its own."""
-        (dtype,) = {tensor.dtype for tensor in tensors}
-        self.collectives[func.__name__, dtype] += 1
-        self.nccl.wait_stream(self.stream)
-        self.nccl.count += 1
-        self.sent = list(tensors_in(args[:1]))
-        for tensor in tensors:
-            self.use(tensor, any(tensor is one for one in self.sent), self.nccl)
-        work = FakeWork().boxed()
-        return (args[0], work) if len(func._schema.returns) == 2 else work
-
-    def _read(self, tensor: Tensor) -> Any:
-        if tensor.device.type == "cuda":
-            self.wait("reading a value")
-        else:
-            self.use(tensor, False, self.host)
-        return 1.0 if tensor.is_floating_point() else 1
 
     def _copy(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
         """A copy between host and device, which may be of several tensors."""
@@ -293,19 +147,13 @@ class Gpu(TorchDispatchMode):
         place = 1 if made else 2
         asynchronous = kwargs.get("non_blocking", args[place] if len(args) > place else False)
         for to, source in moves:
-            stream = self.host if to.device == source.device else self.stream
-            for tensor, writes in ((source, False), (to, True)):
-                if tensor.device.type == "cpu":
-                    self.use(tensor, writes, stream)
             if to.device == source.device:
                 continue
             to_host = to.device.type == "cpu"
             if made and to_host:
-                self.known(to).pinned = True  # if need be, by Tensor.to
+                self.pin(to)  # if need be, by Tensor.to
             if not (asynchronous and self.is_pinned(to if to_host else source)):
-                name = "host" if to_host else "device"
-                self.wait(f"a copy to the {name}" + " of pageable memory" * asynchronous)
-                self.host.wait_stream(stream)
+                self.wait(f"a copy to the {'host' if to_host else 'device'}")
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
@@ -317,38 +165,121 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
-def mutated(func: Any, args: tuple) -> set[int]:
-    """The ids of those tensors among ``args`` that ``func`` changes in place."""
-    writes = [a.alias_info and a.alias_info.is_write for a in func._schema.arguments]
-    values = (value for value, written in zip(args, writes, strict=False) if written)
-    return {id(tensor) for tensor in tensors_in(values)}
+# ---- what stands in for torch.cuda and its users in torch
+
+PROPERTIES = SimpleNamespace(total_memory=2**34, multi_processor_count=40, uuid="")
+NO_GRAPH = SimpleNamespace(is_capturing=lambda: False)  # a stream, as optimisers look at it
+ANSWERS = {  # of functions of torch.cuda
+    "is_available": True,
+    "current_device": 0,
+    "set_device": None,
+    "get_device_properties": PROPERTIES,
+    "get_device_name": "Fake",
+    "get_device_capability": (8, 0),
+    "max_memory_allocated": 2**30,
+    "reset_peak_memory_stats": None,
+    "memory_reserved": 2**30,
+    "mem_get_info": (2**33, 2**34),
+    "utilization": 87,
+    "device_memory_used": 3 * 2**30,
+    "power_draw": 65_500,
+    "temperature": 71,
+    "get_rng_state": None,
+    "set_rng_state": None,
+    "is_bf16_supported": True,
+    "is_current_stream_capturing": False,
+}
 
 
-# ---- the GPU that is on
+class Generator(torch.Generator):
+    """torch.Generator; one of a GPU is on the CPU, as no random number is ever made."""
 
-_on: list[Gpu] = []
-
-
-def gpu() -> Gpu:
-    """The simulated GPU."""
-    return _on[-1]
+    def __new__(cls, device: Any = "cpu") -> "Generator":
+        return super().__new__(cls, "cpu")
 
 
-def in_stream(stream: Stream) -> AbstractContextManager:
-    """torch.cuda.stream."""
-    return mock.patch.object(gpu(), "stream", stream)
+def ddp_init(self: DistributedDataParallel, module: nn.Module, **_: Any) -> None:
+    """DistributedDataParallel.__init__, without its reducer, which is in C++."""
+    nn.Module.__init__(self)
+    self.module, self.require_backward_grad_sync = module, True
 
 
 @contextmanager
-def fake_gpus() -> Iterator[Gpu]:
-    """Tensors on ``cuda`` are fake. Nothing else is stood in for."""
+def fake_cuda(devices: int = 1) -> Iterator[Gpu]:
+    """A machine with that many GPUs, on which torch can do all that training asks of it."""
+    gpu, to_numpy, shard = Gpu(), Tensor.numpy, torch.distributed.fsdp.fully_shard
+    begin, new_group = dist.init_process_group, dist.new_group
+
+    def lock_pages(place: int, size: int, flags: int) -> int:
+        gpu.locked.append(range(place, place + size))
+        return 0
+
+    def numpy(tensor: Tensor) -> Any:
+        """The values of a tensor that was on the device are made up."""
+        if isinstance(tensor, FakeTensor):
+            assert tensor.device.type == "cpu", "numpy reads what is on the device"
+            with unset_fake_temporarily():
+                tensor = torch.zeros(tensor.shape, dtype=tensor.dtype)
+        return to_numpy(tensor)
+
+    def dp_forward(model: nn.DataParallel, images: Tensor) -> Tensor:
+        return torch.cat([model.module(part) for part in images.chunk(devices)])
+
+    def init_process_group(backend: str, rank: int, world_size: int, **_: Any) -> None:
+        assert backend == "nccl"
+        begin("fake", rank=rank, world_size=world_size, store=FakeStore())
+
+    def make_group(ranks: list[int] | None = None, backend: str = "", **_: Any) -> Any:
+        group = new_group(ranks)
+        gpu.gloo |= {group.group_name} if backend == "gloo" else set()
+        return group
+
+    def gather(values: list[Any] | None, value: Any, group: Any = None) -> None:
+        if values is not None:
+            values[:] = [value] * len(values)  # what this process has, from all
+
+    def fully_shard(parts: Any, **options: Any) -> Any:
+        """FSDP cannot exchange the data of fake tensors: it gets modules that have been moved."""
+        for part in parts if isinstance(parts, list) else [parts]:
+            for module in part.modules():
+                if not isinstance(module, FSDPModule):
+                    module._apply(lambda tensor: tensor.to("cuda"), recurse=False)
+        return shard(parts, **options)
+
+    cudart = SimpleNamespace(cudaHostRegister=lock_pages, cudaHostUnregister=lambda place: 0)
+    main, nothing = Stream(), lambda *_, **__: None
+    answers = {name: mock.Mock(return_value=value) for name, value in ANSWERS.items()}
     with ExitStack() as stack:
+        for place, values in (
+            (torch.cuda, answers),
+            (torch.cuda, {"device_count": lambda: devices, "cudart": lambda: cudart}),
+            (torch.cuda, {"Stream": Stream, "Event": Event, "current_stream": lambda _=None: main}),
+            (torch.cuda, {"stream": lambda stream: ExitStack()}),
+            (torch.cuda, {"synchronize": lambda _=None: gpu.wait("synchronize()")}),
+            (torch.cuda.nccl, {"version": lambda: (2, 27, 3)}),
+            (torch.accelerator, {"is_available": lambda: True}),
+            (torch.accelerator, {"current_accelerator": lambda **_: torch.device("cuda", 0)}),
+            (torch.accelerator, {"current_stream": lambda _=None: NO_GRAPH}),
+            (torch, {"Generator": Generator}),
+            (fake_tensor, {"init_gpu_context": nothing}),
+            (FakeTensorMode, {"avoid_device_init": True}),
+            (Tensor, {"numpy": numpy, "record_stream": nothing}),
+            (Tensor, {"pin_memory": lambda tensor, device=None: gpu.pin(tensor.clone())}),
+            (nn.DataParallel, {"forward": dp_forward}),
+            (nn.SyncBatchNorm, {"forward": nn.BatchNorm2d.forward}),
+            (dist, {"init_process_group": init_process_group, "new_group": make_group}),
+            (dist, {"all_gather_object": gather, "broadcast_object_list": nothing}),
+            (dist, {"gather_object": lambda value, values, group: gather(values, value)}),
+            (world, {"meet_all": nothing}),
+            (torch.distributed.fsdp, {"fully_shard": fully_shard}),
+            (DistributedDataParallel, {"__init__": ddp_init, "register_comm_hook": nothing}),
+            (DistributedDataParallel, {"forward": lambda self, images: self.module(images)}),
+        ):
+            stack.enter_context(mock.patch.multiple(place, **values))
         stack.enter_context(autograd_without_accelerator())
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        _on.append(stack.enter_context(Gpu()))
-        stack.callback(_on.pop)
-        yield _on[-1]
+        yield stack.enter_context(gpu)
 
 
 NOTHING = {"x86_64": b"\x31\xc0\xc3", "aarch64": b"\x00\x00\x80\x52\xc0\x03\x5f\xd6"}  # return 0

@@ -13,77 +13,61 @@ import timm
 import torch
 import torch.distributed as dist
 from conftest import ROOT
-from fake_cuda import Gpu
-from fake_torch import fake_cuda
-from running import STAND_IN, alone
+from fake_cuda import Gpu, fake_cuda
+from running import alone
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
-# What changes the step, but not its precision.
-EVERYTHING = "--accum-steps 2 --clip-grad 1 --label-smoothing 0.1 --no-channels-last --ema 0.9"
-MIXED = "--mixup 0.2 --cutmix 1"  # of pairs, which four processes would cut
 BATCH = 8  # of all processes; three times that in DATA/train
 MODELS = (timm.Tiny, timm.ResNet, timm.VisionTransformer)
 JOBS = {"imagenet_nd": (1, 1), "imagenet_dp": (1, 2)}  # nodes, GPUs of each
 
 
-def run(
-    data: Path,
-    folder: Path,
-    script: str,
-    *options: Any,
-    job: tuple[int, int] | None = None,
-    quiet_from: int = 0,
-) -> SimpleNamespace:
+def run(data: Path, folder: Path, script: str, *options: Any, quiet_from: int = 0) -> Path:
     """Run a script on the images of ``data``, into ``folder``/run, a tiny model for an epoch.
 
-    It runs on ``job`` = (nodes, GPUs of each), as its rank 0, until it ends. In the second step of
-    an epoch, and between the batches of an evaluation, the host must not wait for the device, once
-    ``quiet_from`` steps are done. Returns: the gpu and the folder.
+    It runs as rank 0 of `JOBS`, or of two nodes of two GPUs. In the second step of an epoch, and
+    between the batches of an evaluation, the host must not wait for the device, once
+    ``quiet_from`` steps are done. Returns: the run's folder.
     """
-    nodes, gpus = job or JOBS.get(script, (2, 2))
+    nodes, gpus = JOBS.get(script, (2, 2))
     processes = nodes * gpus if script not in JOBS else 1
     # Three steps: in the middle one nobody may wait.
     batch = BATCH // processes // (2 if "--accum-steps" in options else 1)
     line = f"{script}.py -a tiny_full --image-size 32 -b {batch} -j 0 --epochs 1 --name run"
     argv = [*line.split(), "--output-dir", folder, *options, data]
     env = alone() | {"WORLD_SIZE": str(nodes * gpus), "LOCAL_WORLD_SIZE": str(gpus)}
-    images = len(list((data / "val").glob("*/*")))
+    images, save, errors = len(list((data / "val").glob("*/*"))), torch.save, []
+
+    def save_values(content: Any, file: Any) -> None:
+        try:
+            save(_with_values(content), file)
+        except AssertionError as error:  # in the thread that writes
+            errors.append(error)
+
     with ExitStack() as stack:
-
-        def patch(place: Any, name: str, value: Any) -> None:
-            stack.enter_context(mock.patch.object(place, name, value))
-
-        patch(sys, "argv", [*map(str, argv)])
         gpu = stack.enter_context(fake_cuda(gpus))
+        logger = logging.getLogger("utils")
+        fetch = _disable_current_modes()(_MapDatasetFetcher.fetch)  # by a worker, without a GPU
+        for place, name, value in (
+            (sys, "argv", [*map(str, argv)]),
+            (logger, "handlers", [*logger.handlers]),  # a run adds its own
+            (torch, "save", save_values),
+            (_MapDatasetFetcher, "fetch", fetch),
+        ):
+            stack.enter_context(mock.patch.object(place, name, value))
         main = runpy.run_path(str(ROOT / f"{script}.py"))["main"]
         stack.enter_context(mock.patch.dict("os.environ", env))
         stack.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
         calls = (2 if "--accum-steps" in options else 1) * (gpus if script == "imagenet_dp" else 1)
         _watch(stack, gpu, calls, quiet_from, -(-images // (batch * processes)))
-        save, errors = torch.save, []
-
-        def save_values(content: Any, file: Any) -> None:
-            try:
-                save(_with_values(content, gpu), file)
-            except AssertionError as error:  # in the thread that writes
-                errors.append(error)
-
-        if "apex" in options:
-            stack.callback(forget, "apex")
-            patch(sys, "path", [f"{STAND_IN}_apex", *sys.path])
-        logger = logging.getLogger("utils")
-        patch(logger, "handlers", [*logger.handlers])  # a run adds its own
-        patch(torch, "save", save_values)
-        # Done by a worker, which has no GPU to look at.
-        patch(_MapDatasetFetcher, "fetch", _disable_current_modes()(_MapDatasetFetcher.fetch))
         assert main() == 0
         if errors:
             raise errors[0]
-        return SimpleNamespace(gpu=gpu, folder=folder / "run")
+        return folder / "run"
 
 
 def _watch(stack: ExitStack, gpu: Gpu, calls: int, quiet_from: int, rounds: int) -> None:
@@ -94,13 +78,10 @@ def _watch(stack: ExitStack, gpu: Gpu, calls: int, quiet_from: int, rounds: int)
     def after_forward(module: nn.Module, *_: Any) -> None:
         if not isinstance(module, MODELS):
             return
-        if not module.training:
+        if module.training:
+            count.training, count.evaluation = count.training + 1, 0
+        else:
             count.evaluation += not torch.is_grad_enabled()
-            return
-        count.training, count.evaluation = count.training + 1, 0
-        gpu.lost += gpu.unrecorded()
-        if count.training == calls:
-            gpu.heavy.clear()  # of what came before the first step
 
     def quiet() -> bool:
         if count.training <= calls * quiet_from:
@@ -113,7 +94,7 @@ def _watch(stack: ExitStack, gpu: Gpu, calls: int, quiet_from: int, rounds: int)
     stack.enter_context(mock.patch.object(gpu, "quiet", quiet))
 
 
-def _with_values(content: Any, gpu: Gpu) -> Any:
+def _with_values(content: Any) -> Any:
     """What a snapshot holds, with zeros for the values that there are not."""
 
     def zeros(leaf: Any) -> Any:
@@ -122,13 +103,6 @@ def _with_values(content: Any, gpu: Gpu) -> Any:
         # Its `device` is another one while another thread is in the middle of an operation.
         device = getattr(leaf, "fake_device", leaf.device)
         assert device.type == "cpu", "a snapshot of what is on the device"
-        gpu.use(leaf, False, gpu.host)
         return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype).zero_()
 
     return tree_map(zeros, content)
-
-
-def forget(package: str) -> None:
-    """Have a package imported anew."""
-    for name in [name for name in sys.modules if name.split(".")[0] == package]:
-        del sys.modules[name]

@@ -2,13 +2,13 @@
 
 import argparse
 import re
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import ROOT, SMALL, scalars
-from fake_runs import forget
 from joined import command
 from running import alone, same, snapshot, tiny
 
@@ -64,6 +64,12 @@ def test_apex_is_used_as_published_scripts_use_it(tmp_path, folder):
     run("imagenet_ddp_apex", "parts", 3, "--opt-level", "O0")
     curves = scalars(tmp_path / "parts")
     assert curves["Amp/skipped"] == [(1, 1.0), (2, 1.0), (3, 1.0)]
+
+
+def forget(package: str) -> None:
+    """Have a package imported anew."""
+    for name in [name for name in sys.modules if name.split(".")[0] == package]:
+        del sys.modules[name]
 
 
 @pytest.fixture
