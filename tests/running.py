@@ -206,7 +206,7 @@ def descendants(pid: int) -> set[Process]:
     return {one for one in family if one.lives()}
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
+def eventually(condition: Callable[[], bool], seconds: float = 120.0) -> bool:
     """Whether ``condition`` becomes true within a generous limit."""
     deadline = time.monotonic() + seconds
     while not condition():

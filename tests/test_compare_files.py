@@ -91,7 +91,7 @@ def test_the_page_in_a_browser(hal):
         x, y, width, height = page.run(f"{box}.getBoundingClientRect())")
 
         def until(expression):
-            assert eventually(lambda: page.run(expression), 30), expression
+            assert eventually(lambda: page.run(expression)), expression
 
         # The third of four epochs, at 60 % on an axis from 20 to 75 %.
         low, high = page.run(f"{chart}._fullLayout.yaxis.range")

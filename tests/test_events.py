@@ -156,7 +156,7 @@ def test_tensorboard_shows_one_line_per_run(ours):
         except OSError:
             return False
 
-    assert eventually(is_ready, 120)
+    assert eventually(is_ready)
     body = {"allowedStatuses": STATUSES, "colParams": [], "startIndex": 0, "sliceSize": 9}
     (group,) = ask("plugin/hparams/session_groups", body)["sessionGroups"]
     (session,) = group["sessions"]

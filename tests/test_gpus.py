@@ -234,7 +234,7 @@ def test_the_choice_of_torch_ends_with_its_shell(bin_folder, tmp_path):
     assert "choose_torch.py" in choosing.command
     process.kill()
     process.wait()
-    ended = eventually(lambda: not choosing.lives(), 15)
+    ended = eventually(lambda: not choosing.lives())
     os.kill(nvidia_smi.pid, signal.SIGKILL)
     assert ended
 

@@ -198,7 +198,7 @@ def test_answers_that_were_held_up_extend_no_lease(tmp_path):
             return ran.poll() is not None
 
         try:
-            assert eventually(has_ended, 30)
+            assert eventually(has_ended)
         finally:
             ran.kill()
             with suppress(OSError):

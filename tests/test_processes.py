@@ -82,7 +82,7 @@ def test_nothing_outlives_the_process_that_was_typed(folder, tmp_path, way, leas
         run.send(signal.SIGKILL)
         run.process.wait()
         try:
-            assert eventually(lambda: not marked(mark), seconds=15), marked(mark)
+            assert eventually(lambda: not marked(mark)), marked(mark)
         finally:
             for one in marked(mark):
                 os.kill(one.pid, signal.SIGKILL)

@@ -57,10 +57,10 @@ def test_runs_of_other_hosts(tmp_path, by):
     own = {"PORT": str(port), "RUNS": f"{tmp_path}/runs", "EVERY": "1", "VIRTUAL_ENV": sys.prefix}
     with Running(*BASH, hosts, PATH=f"{bin_here}:{PATH}", **own) as started:
         started.until(rf"ssh -N -L {port}:localhost:{port} \S+@\S+")
-        assert eventually(lambda: shown(port) == ["hosts/near/far/one", "mine"], 120)
+        assert eventually(lambda: shown(port) == ["hosts/near/far/one", "mine"])
         # A run that begins later is fetched, too.
         write(theirs / "two", epochs_of(100, 64))
-        assert eventually(lambda: len(shown(port)) == 3, 120)
+        assert eventually(lambda: len(shown(port)) == 3)
         fetched = [file for file in (tmp_path / "runs").rglob("*") if file.is_file()]
         assert {"tfevents" in file.name for file in fetched} == {True}
         # The fetching ends with TensorBoard.

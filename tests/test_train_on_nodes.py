@@ -101,7 +101,7 @@ def test_nothing_is_left(nodes, folder, tmp_path, event, seconds, code):
     training = f"--epochs 100000 -p 1000000 {folder}"  # never ends, and prints nothing
     with nodes[0].type(line(hosts, training, tmp_path, launcher), SECRET=SECRET) as run:
         log = tmp_path / "run" / "train.log"
-        assert eventually(lambda: log.exists() and "steps per epoch" in log.read_text(), 120)
+        assert eventually(lambda: log.exists() and "steps per epoch" in log.read_text())
         assert len(ours(nodes[1:])) >= 6  # guards, scripts, ranks
         environments = [Path(f"/proc/{one.pid}/environ").read_bytes() for one in ours(nodes)]
         assert sum(f"SECRET={SECRET}".encode() in one for one in environments) >= 4
