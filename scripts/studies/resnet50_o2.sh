@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # ResNet-50 with Apex's O2, 2 epochs of ImageNet on 1 and on 2 nodes: is it twice as fast?
 #
-#   bash scripts/studies/resnet50_o2.sh HOSTS_FILE DATA [OPTIONS of scaling_study.sh] [-- OPTIONS of the training]
+#   bash scripts/studies/resnet50_o2.sh HOSTS_FILE DATA \
+#       [OPTIONS of scaling_study.sh] [-- OPTIONS of the training]
 #
 # NOT RUN ON GPUS YET. 208 images per GPU are meant for 16 GB of memory. Look at `GPU utilisation` in
 # the log book: above 95 %, reading images does not slow down training.

@@ -3,7 +3,8 @@
 # nodes: 32 images per GPU, a constant learning rate of 1e-4 that grows with the square root of the
 # nodes. The model with the lowest validation loss is tested.
 #
-#   bash scripts/studies/vgg19.sh HOSTS_FILE DATA [OPTIONS of scaling_study.sh] [-- OPTIONS of the training]
+#   bash scripts/studies/vgg19.sh HOSTS_FILE DATA \
+#       [OPTIONS of scaling_study.sh] [-- OPTIONS of the training]
 #
 # NOT RUN ON GPUS YET. The published experiment used g4dn.2xlarge nodes (8 vCPUs, one T4). The
 # study's page has the same table. --classes 20 takes the first 20 class folders of DATA. The test

@@ -2,7 +2,8 @@
 # ViT-B/32 on CIFAR-10, pretrained, 26 epochs on 4 nodes: DDP against FSDP, each with the largest
 # batch that fits into the GPUs' memory.
 #
-#   bash scripts/studies/vit_cifar10.sh HOSTS_FILE DATA [OPTIONS of scaling_study.sh] [-- OPTIONS of the training]
+#   bash scripts/studies/vit_cifar10.sh HOSTS_FILE DATA \
+#       [OPTIONS of scaling_study.sh] [-- OPTIONS of the training]
 #
 # Make DATA on each node. CIFAR-10 has no validation part, so its test images also choose the best
 # epoch.
