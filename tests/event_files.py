@@ -11,7 +11,7 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from utils.comparison import opening
+from utils.comparison import closing, opening
 
 SCRIPT = "scripts/compare_runs.py"
 BEGAN = 1_596_976_425.0  # 9 August 2020
@@ -30,9 +30,10 @@ def write(
     began: float = BEGAN,
     seconds: float = 100.0,
     options: Mapping[str, object] | None = None,
+    success: bool | None = None,
 ) -> Path:
     """Write one event file: ``epochs[x][tag]``, each epoch ``seconds`` after the one before. With
-    ``options``, as a run of this suite that was killed."""
+    ``options``, as a run of this suite: killed, or ended well or not (``success``)."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"events.out.tfevents.{began:.0f}.hal01.1234.0"
     with open(path, "wb") as file:
@@ -47,6 +48,8 @@ def write(
                 summary = Summary(value=[Summary.Value(tag=tag, simple_value=number)])
                 event = Event(wall_time=now, step=x, summary=summary)
                 writer.write(event.SerializeToString())
+        for summary in () if success is None else closing(success):
+            writer.write(Event(wall_time=now, summary=summary).SerializeToString())
     return path
 
 

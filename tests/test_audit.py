@@ -1,6 +1,7 @@
 """--audit: the log of a run, what it proves, and a bit that flips in one rank."""
 
 import json
+import shutil
 from functools import partial
 
 import pytest
@@ -24,16 +25,26 @@ def audited(place):
     return python("scripts/audit_run.py", place / "run")
 
 
-def step_by_step(lines):
-    """The same log with one step in each line, however many were between two snapshots."""
-    for line in lines:
+@pytest.fixture(scope="module")
+def trained(folder, tmp_path_factory):
+    """Two epochs of two processes."""
+    place = tmp_path_factory.mktemp("trained")
+    train(folder, place, "-b", "6", "--epochs", "2")
+    return place / "run"
+
+
+@pytest.fixture
+def log(trained, tmp_path):
+    """The log in a copy of that run, with one step in each line, and its lines."""
+    shutil.copytree(trained, tmp_path / "run")
+    file, lines = tmp_path / "run" / audit.FILE, []
+    for line in map(json.loads, file.read_text().splitlines()):
         texts = line.get("taken", [])
-        steps = len(texts[0]) // audit.DIGITS if texts else 0
-        for n in range(steps):
+        for n in range(len(texts[0]) // audit.DIGITS if texts else 0):
             part = slice(n * audit.DIGITS, (n + 1) * audit.DIGITS)
-            yield line | {"step": line["step"] + n, "taken": [text[part] for text in texts]}
-        if not texts:
-            yield line
+            lines.append(line | {"step": line["step"] + n, "taken": [text[part] for text in texts]})
+        lines += [] if texts else [line]
+    return file, lines
 
 
 def test_stopped_resumed_and_on_other_processes_each_image_counts_once(folder, tmp_path):
@@ -50,24 +61,20 @@ def test_stopped_resumed_and_on_other_processes_each_image_counts_once(folder, t
     assert lines[-1] == "every image was used as promised"
 
 
-def test_steps_after_the_last_snapshot_are_counted_as_repeated(folder, tmp_path):
-    train(folder, tmp_path, "-b", "6", "--epochs", "2")
-    log = tmp_path / "run" / audit.FILE
-    lines = log.read_text().splitlines()
-    # As if it had been killed before the snapshot that follows the second epoch's first step.
-    second = [x for x in lines if "taken" in x and json.loads(x)["epoch"] == 1]
-    again = json.loads(lines[0]) | {"began": [1, 0]}
-    log.write_text("\n".join([*lines, json.dumps(again), *second]) + "\n")
+def test_steps_after_the_last_snapshot_are_counted_as_repeated(log, tmp_path):
+    """As if it had been killed before the snapshot that follows the second epoch's first step."""
+    file, lines = log
+    second = [line for line in lines if "taken" in line and line["epoch"] == 1]
+    lines += [lines[0] | {"began": [1, 0]}, *second]
+    file.write_text("\n".join(map(json.dumps, lines)) + "\n")
     done = audited(tmp_path)
     assert done.code == 0, done.out
     assert "5 steps were trained again" in done.out
 
 
 @pytest.mark.parametrize("what", ["other image", "gap", "missing epoch", "no log", "not a log"])
-def test_a_broken_promise_is_named(folder, tmp_path, what):
-    train(folder, tmp_path, "-b", "6", "--epochs", "2")
-    log = tmp_path / "run" / audit.FILE
-    lines = list(step_by_step(map(json.loads, log.read_text().splitlines())))
+def test_a_broken_promise_is_named(log, tmp_path, what):
+    file, lines = log
     taken = [line for line in lines if "taken" in line and line["epoch"] == 1]
     code, answer = 1, ""
     if what == "other image":
@@ -80,12 +87,12 @@ def test_a_broken_promise_is_named(folder, tmp_path, what):
     elif what == "missing epoch":
         lines = [line for line in lines if line.get("epoch") != 1]
         answer = "2 epochs are finished, but the log ends earlier"
-    log.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    file.write_text("\n".join(map(json.dumps, lines)) + "\n")
     if what == "no log":
-        log.unlink()
+        file.unlink()
         code, answer = 2, "train with --audit"
     elif what == "not a log":
-        log.write_text('{"epoch": 1, "taken": 3}\n')
+        file.write_text('{"epoch": 1, "taken": 3}\n')
         code, answer = 2, "line 1: not a line of --audit"
     done = audited(tmp_path)
     assert done.code == code, done.out

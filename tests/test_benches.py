@@ -172,6 +172,16 @@ def test_ratios_are_of_cpu_time_to_the_first_row_and_round_by_round(monkeypatch,
         ["one", "x", "50", "10.00", "100", "1.00"],
         ["other", "x", "150", "3.33", "300", "3.00"],
     ]
+    # On slow disks each form is compared with the usual loop at the same delay.
+    args.latency, speeds = [0, 10], {"this suite": (100, 40), "pytorch/examples": (50, 10)}
+    rows = {
+        f"{name}, folder|{ms} ms": (speed, source, ms)
+        for name, both in speeds.items()
+        for ms, speed in zip(args.latency, both, strict=True)
+    }
+    _, *rows = cells(bench_input.compare(rows, args))
+    ratios = [["1.00", "2.00"], ["0.40", "4.00"], ["0.50", "1.00"], ["0.10", "1.00"]]
+    assert [row[-2:] for row in rows] == ratios
 
 
 @pytest.mark.long

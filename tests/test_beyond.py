@@ -1,8 +1,10 @@
 """Launchers as far as they go before a node is reached, and the examples without their packages."""
 
+import argparse
 import importlib
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, python
@@ -43,6 +45,7 @@ ELASTIC = "-- imagenet_ddp.py --name a"
         ("launcher", "FILE -- imagenet_ddp.py", "a\nb slot=2", "line 2"),
         ("launcher", "FILE -- imagenet_ddp.py", "a\nroot@a", "twice"),
         ("launcher", "FILE -- imagenet_nd.py", "a\nb", "one node"),
+        ("launcher", "FILE -np 6 -- imagenet_ddp.py", "a slots=2\nb slots=2", "-np 6 does not fit"),
         ("launcher", f"FILE --elastic 2:1 {ELASTIC}", "a", "MIN:MAX"),
         ("launcher", "FILE --env NOT_SET -- imagenet_ddp.py", "a", "NOT_SET has no value"),
         ("hivemind_train", "FILE", "", "pip install hivemind"),
@@ -62,6 +65,36 @@ def test_errors_before_a_node_is_reached(
     assert getattr(ended.value, "code", 2) == 2
     assert said.strip().count("\n") <= 1, said  # argparse shows how to call it first
     assert re.search(named, said)
+
+
+def test_an_elastic_run_resumes_and_the_run_directory_comes_back(monkeypatch, tmp_path):
+    for words, whole in (
+        (["--name=a"], ["--resume", "auto", "--name=a"]),
+        (["--name", "a", "--resume", "b.pt"], ["--name", "a", "--resume", "b.pt"]),
+    ):
+        command = ["imagenet_ddp.py", *words, "--output-dir", "out"]
+        script = launcher.check(command, several=True, again=True)
+        assert command == ["imagenet_ddp.py", *whole, "--output-dir", "out"]
+    calls: list[list[str]] = []
+    done = SimpleNamespace(returncode=0)
+    monkeypatch.setattr(launcher.subprocess, "run", lambda words, **_: calls.append(words) or done)
+    monkeypatch.chdir(tmp_path)
+    options, _ = launcher.parse(["hosts", "--dir", "code", "--", "imagenet_ddp.py"])
+    launcher.fetch(options, launcher.Host("u@b"), script)
+    assert calls[0][-2:] == ["u@b:code/out/a/", "out/a/"]
+
+
+@pytest.mark.parametrize(
+    ("codes", "failed", "code"),
+    [((0, 0), None, 0), ((69, 2), 0, 2), ((3, 69), 0, 3), ((75, 75), 0, 75), ((255, 75), 0, 69)],
+)
+def test_the_cause_decides_the_exit_code_of_a_job(codes, failed, code):
+    """A node that lost another one may end before the one that has the reason."""
+    job = launcher.Job(argparse.Namespace(), ["x"], [launcher.Host("a"), launcher.Host("b")], "")
+    for node, own in zip(job.nodes, codes, strict=True):
+        node.code = own
+    job.running, job.failed = job.nodes, None if failed is None else job.nodes[failed]
+    assert job.exit_code() == code
 
 
 def test_without_ray_its_example_says_what_to_install(tmp_path):

@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torchrun
 from joined import in_processes
 
 from utils.start import gpu_check, launch, preflight, world
@@ -80,6 +81,19 @@ def test_places_by_hand(clean, line, env, visible, places, nodes):
     assert check.mock_calls == (calls if nodes > 1 else [])
 
 
+def test_the_wrappers_torchrun_takes_a_node_to_the_preflight_check(clean):
+    """With a process for each GPU, and a part of the cores for each."""
+    check = mock.Mock()
+    clean.setattr(preflight, "meet", check)
+    clean.setattr(torchrun, "usable_cores", lambda: 7)
+    clean.setattr(torch.cuda, "device_count", lambda: 3)
+    clean.setenv("IMAGENET_ALL_UP", "1 2 a:7")
+    args = argparse.Namespace(nproc_per_node="gpu", training_script_args=["--dist-timeout", "9"])
+    torchrun.prepare(args)
+    assert check.mock_calls == [mock.call(1, 2, 3, ("a", 7), 9.0)]
+    assert (args.nproc_per_node, os.environ["OMP_NUM_THREADS"]) == ("3", "2")
+
+
 @pytest.mark.parametrize(
     ("line", "env", "words"),
     [
@@ -122,6 +136,7 @@ def test_a_process_joins_by_its_own_device_threads_interface_and_limit(clean, no
     joined = join(clean, visible, calls, sync_bn=bool(visible))
     limit, device = world.timedelta(seconds=9), torch.device("cuda:1" if visible else "cpu")
     assert joined == world.World(device, rank, size, 1, 2, nodes, calls.new_group.return_value)
+    assert joined.node_name == f"{socket.gethostname()} (node {nodes - 1})"
     gpu = [mock.call.set_device(device), mock.call.choose_kernels(device)]
     backend = "nccl" if visible else "gloo"
     longer = world.timedelta(seconds=13.5 if visible else 9)  # NCCL ends without a good message

@@ -7,7 +7,7 @@ import re
 
 import compare_runs
 import pytest
-from compare import palette, pictures
+from compare import page, palette, pictures
 from compare import table as tables
 from event_files import BEGAN, epochs_of, folder_name, note, table, write
 
@@ -208,38 +208,38 @@ BEYOND = "more than the noise of 50000 images, but another seed may change it as
 
 
 @pytest.mark.parametrize(
-    ("runs", "expected"),
+    ("runs", "target", "expected"),
     [
         (
-            {"a": (1600, (60, 75.9), GOOD | {"device": "cuda"})},
+            {"a": (1600, (60, 75.9), GOOD | {"device": "cuda"})}, 75,
             ["a trained 1600 images per second on 1 GPU.",
              "It reached 75.90 % top-1 in epoch 2 (3.33 min)."],
         ),
         (
             {"1 node": (1600, (60, 75.9), GOOD | {"gpus": 4}),
-             "2 nodes": (3072, (60, 76.2), GOOD | {"gpus": 8})},
+             "2 nodes": (3072, (60, 76.2), GOOD | {"gpus": 8})}, 75,
             ["2 nodes trained 1.92 times as many images per second as 1 node (96 % "
              "throughput efficiency).",
-             "Both reached 75 % top-1: after 3.33 min (1 node) and 3.33 min (2 nodes).",
+             "Both reached 75 % top-1: after 3.33 min (1 node) and 1.74 min (2 nodes).",
              "Best top-1: 75.90 % (1 node) and 76.20 % (2 nodes), a difference within the noise of "
              "50000 validation images."],
         ),
         (  # 0.53 points at 76 %: two independent samples of 50,000
-            {"a": (1600, (60, 75.5), GOOD), "b": (1620, (60, 75.95), GOOD)},
+            {"a": (1600, (60, 75.5), GOOD), "b": (1620, (60, 75.95), GOOD)}, 75.8,
             ["a and b trained equally fast: their speeds differ no more than those of epochs.",
-             "Both reached 75 % top-1: after 3.33 min (a) and 3.33 min (b).",
+             "b reached 75.8 % top-1: after 3.29 min (b).",
              "Best top-1: 75.50 % (a) and 75.95 % (b), a difference within the noise of 50000 "
              "validation images."],
         ),
         (
-            {"a": (1600, (60, 75.7), GOOD), "b": (1620, (60, 76.25), GOOD)},
+            {"a": (1600, (60, 75.7), GOOD), "b": (1620, (60, 76.25), GOOD)}, 75,
             ["a and b trained equally fast: their speeds differ no more than those of epochs.",
-             "Both reached 75 % top-1: after 3.33 min (a) and 3.33 min (b).",
+             "Both reached 75 % top-1: after 3.33 min (a) and 3.29 min (b).",
              f"Best top-1: 75.70 % (a) and 76.25 % (b), {BEYOND}"],
         ),
         (
             {"a": (100, (20,), CPU), "b": (150, (20,), CPU | {"global_batch": 512, "mode": "ddp"}),
-             "c": (150, (20,), {"arch": "vgg19"}), "d": (9, (20,), {"arch": "vgg16"})},
+             "c": (150, (20,), {"arch": "vgg19"}), "d": (9, (20,), {"arch": "vgg16"})}, 20,
             ["c cannot be compared with a: it has another model (vgg19, not resnet50); nor can d.",
              "b trained 1.50 times as many images per second as a.",
              "Best top-1: 20.00 % (a) and 20.00 % (b), no difference.",
@@ -248,33 +248,33 @@ BEYOND = "more than the noise of 50000 images, but another seed may change it as
              "nothing about GPUs."],
         ),
         (
-            {name: (100 * i, (20, 30 + i), GOOD) for i, name in enumerate("abcde", 1)},
+            {name: (100 * i, (20, 30 + i), GOOD) for i, name in enumerate("abcde", 1)}, 31,
             ["The fastest run, e, trained 5.00 times as many images per second as a.",
-             "First to reach 31 % top-1: a, in 3.33 min.",
+             "First to reach 31 % top-1: e, in 40 s.",
              f"Best top-1: 31.00 % to 35.00 %, {BEYOND}"],
         ),
         (  # as published for 64 A100: fast, and another model
             {"1 GPU": (1000, (60, 75.4), GOOD),
-             "64 GPUs": (49280, (40, 64.2), GOOD | {"gpus": 64, "global_batch": 256})},
+             "64 GPUs": (49280, (40, 64.2), GOOD | {"gpus": 64, "global_batch": 256})}, 64,
             ["Accuracy fell with speed: after epoch 2, top-1 is 75.40 % (1 GPU) and 64.20 % "
              "(64 GPUs), more than seeds explain, so compare the times to the same accuracy.",
              "64 GPUs trained 49.28 times as many images per second as 1 GPU (77 % "
              "throughput efficiency).",
-             "Both reached 64 % top-1: after 3.33 min (1 GPU) and 3.33 min (64 GPUs)."],
+             "Both reached 64 % top-1: after 3.33 min (1 GPU) and 4.06 s (64 GPUs)."],
         ),
         (  # guessing is right for 33 % of three classes
-            {"a": (1600, (30, 39), THREE), "b": (1610, (30, 39), THREE)},
+            {"a": (1600, (30, 39), THREE), "b": (1610, (30, 39), THREE)}, 39,
             ["a and b trained equally fast: their speeds differ no more than those of epochs.",
              "Best top-1: 39.00 % (a) and 39.00 % (b), no difference."],
         ),
         (  # two processes on two cores
             {"a": (28, (30, 60), FEW),
-             "b": (128, (30, 60), FEW | {"gpus": 2, "batch_per_gpu": 32})},
+             "b": (128, (30, 60), FEW | {"gpus": 2, "batch_per_gpu": 32})}, 60,
             ["The throughput efficiency of 229 % (b) cannot be that of scaling: "
              "something else slowed down a, "
              "such as other work on its machine; run it again.",
              "b trained 4.57 times as many images per second as a (229 % throughput efficiency).",
-             "Both reached 60 % top-1: after 3.33 min (a) and 3.33 min (b).",
+             "Both reached 60 % top-1: after 3.33 min (a) and 43.8 s (b).",
              "Best top-1: 60.00 % (a) and 60.00 % (b), no difference.",
              "Beware: these are CPU speeds, which say nothing about GPUs."],
         ),
@@ -282,10 +282,23 @@ BEYOND = "more than the noise of 50000 images, but another seed may change it as
     ids=["one", "scaling", "within noise", "beyond noise", "little to say", "many",
          "accuracy fell", "chance", "impossible"],
 )  # fmt: skip
-def test_the_sentences(tmp_path, runs, expected):
+def test_the_sentences(tmp_path, runs, target, expected):
+    base = next(iter(runs.values()))[0]
     for name, (rate, top1, options) in runs.items():
-        write(tmp_path / name, epochs_of(rate, 256, top1), options=options)
-    assert table(*(tmp_path / name for name in runs))[2].sentences == expected
+        write(
+            tmp_path / name, epochs_of(rate, 256, top1), seconds=100 * base / rate, options=options
+        )
+    names = (tmp_path / name for name in runs)
+    assert table(*names, "--target-top1", target)[2].sentences == expected
+
+
+def test_where_the_time_goes_is_said_of_the_run_in_which_it_takes_most(tmp_path):
+    for name, gpus, sends, waits in (("a", 1, 0.1, 0.3), ("b", 2, 0.3, 0.2)):
+        parts = {"Time/data": 0.2, "Time/compute": 0.8 - sends, "Time/communication": sends}
+        epochs = {x: y | parts | {"IO/wait_share": waits} for x, y in epochs_of(gpus, 64).items()}
+        write(tmp_path / name, epochs, options=GOOD | {"gpus": gpus})
+    text = "Communication took 30 % of a step (b) and waiting for data took 30 % of the time (a)."
+    assert text in table(tmp_path)[2].sentences
 
 
 def test_runs_without_a_finished_epoch_compare_by_their_steps(tmp_path):
@@ -312,13 +325,14 @@ def test_runs_without_a_finished_epoch_compare_by_their_steps(tmp_path):
 
 
 def test_a_smaller_batch_per_gpu_at_an_equal_global_batch_is_no_difference(tmp_path):
-    for name, gpus in (("a", 1), ("b", 2)):
+    for name, gpus, rate in (("a", 1, 100), ("b", 2, 200), ("slow", 2, 150)):
         options = GOOD | {"gpus": gpus, "batch_per_gpu": 256 / gpus}
-        write(tmp_path / name, epochs_of(100 * gpus, 256), options=options)
+        write(tmp_path / name, epochs_of(rate, 256), options=options)
     notes = table(tmp_path)[1]
     assert notes == ["speed-up and throughput efficiency: images/s relative to a, at an "
                      "equal global batch (strong scaling)"]  # fmt: skip
-    assert pictures.scaling(table(tmp_path)[2]) is not None
+    (_, measured), _ = pictures.scaling(table(tmp_path)[2]).lines
+    assert measured == [(1, 100), (2, 200)], "of two runs on as many GPUs, the better one"
     write(
         tmp_path / "c",
         epochs_of(900, 1024),
@@ -329,10 +343,14 @@ def test_a_smaller_batch_per_gpu_at_an_equal_global_batch_is_no_difference(tmp_p
 
 def test_many_runs_are_rows_in_the_width_of_the_terminal(tmp_path):
     for i in range(12):
-        write(tmp_path / f"run{i}", epochs_of(100 + i, 64), options=GOOD | {"lr": 0.1 * (1 + i)})
-    text = table(tmp_path)[2].as_text(80)
+        how = {"options": GOOD | {"global_batch": 64 + i}, "success": (None, True, False)[i % 3]}
+        write(tmp_path / f"run{i}", epochs_of(100 + i, 64), **how)
+    cells, _, comparison = table(tmp_path)
+    assert cells["state"][:3] == ["not finished", "finished", "stopped"]
+    text = comparison.as_text(80)
     rows = text.splitlines()[:13]
-    assert rows[0].split()[:2] == ["run", "images/s"] and max(map(len, rows)) <= 80
+    assert rows[0].split()[:3] == ["run", "batch", "images/s"], "of the set-up, what differs"
+    assert max(map(len, rows)) <= 80
     assert [row.split()[0] for row in rows[1:]] == [f"run{i}" for i in range(12)]
 
 
@@ -347,6 +365,14 @@ def test_colours():
     assert palette.spread([0.0, 0.1, 5.0], 1.0, -9, 9) == pytest.approx([-0.45, 0.55, 5.0])
     # Labels of curves that end at the top would cover the buttons above the chart.
     assert palette.spread([0.0, 4.9, 5.0], 1.0, 0, 5) == pytest.approx([0.0, 4.0, 5.0])
+
+
+def test_the_steep_start_of_long_curves_is_left_out():
+    """Of 100 epochs: the loss falls from 9 to 2, then to 1."""
+    losses = [9.0, 7.0, 5.0, 4.0, 3.0, *(2 - x / 94 for x in range(95))]
+    for number, limits in ((100, (0.94, 2.06)), (10, (1.53, 9.42))):
+        chart = page.Chart("Loss", "nats", "epochs", [("a", list(enumerate(losses[:number])))])
+        assert page.limits(chart) == pytest.approx(limits, abs=0.02)
 
 
 def test_resumed_run(tmp_path):
@@ -429,12 +455,13 @@ def test_columns_of_words_are_aligned_left_and_numbers_right():
     rows = [
         ["a", "12.3 min", "finished", "2026-11-24", "-", "8 images", "0.41 ± 0.02"],
         ["b", "-", "-", "2026-11-24", "+5 %", "-", "86.4%"],
+        ["c", "none", "stopped", "2026-11-25", "-", "9 images", "3"],
     ]
     head = ["", "time", "state", "date", "share", "data", "x"]
     rule = tables.markdown_table(head, rows).splitlines()[1]
     assert rule == "|---|---:|---|---|---:|---|---:|"
     last = tables.text_table(head, rows).splitlines()[-1]
-    assert last == "b         -  -         2026-11-24   +5 %  -               86.4%"
+    assert last == "c      none  stopped   2026-11-25      -  9 images            3"
 
 
 # ---- the section in a file of Markdown

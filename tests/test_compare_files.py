@@ -136,15 +136,15 @@ def test_without_plotly_one_line_says_how_to_get_it(tmp_path):
 def test_runs_that_cannot_be_compared_have_no_common_charts(tmp_path):
     for name, arch in (("a", "resnet50"), ("b", "vgg19"), ("c", "resnet50")):
         write(tmp_path / name, epochs_of(100, 64), options={"arch": arch, "gpus": 1})
-    out = tmp_path / "out"
-    assert compare_runs.main([*(str(tmp_path / name) for name in "abc"), "--out", str(out)]) == 0
-    page = (out / "compare.html").read_text()
+    out, more = tmp_path / "out", ["--out", str(tmp_path / "out"), "--prefix", "x_"]
+    assert compare_runs.main([*(str(tmp_path / name) for name in "abc"), *more]) == 0
+    page = (out / "x_compare.html").read_text()
     assert '<div class="lead warning"><p>b cannot be compared with a' in page
     comparison = table(*(tmp_path / name for name in "abc"))[2]
     for _, _, drawing in pictures.drawings(comparison):
         assert {line["name"] for line in drawing["data"]} == {"a", "c"}
-    assert compare_runs.main([*(str(tmp_path / name) for name in "ab"), "--out", str(out)]) == 0
-    assert "data-chart" not in re.sub("(?s)<script.*", "", (out / "compare.html").read_text())
+    assert compare_runs.main([*(str(tmp_path / name) for name in "ab"), *more]) == 0
+    assert "data-chart" not in re.sub("(?s)<script.*", "", (out / "x_compare.html").read_text())
 
 
 def test_pictures_of_the_hardware_and_labels_with_special_characters(tmp_path):
@@ -209,6 +209,7 @@ def test_runs_of_one_epoch_are_drawn(tmp_path):
     plan = pictures.plan(table(tmp_path / "a")[2])
     (axes,) = plan["top1_val_hours"]().axes
     assert axes.get_xlabel() == "minutes of training" and axes.get_xlim()[0] == 0
+    assert axes.lines[0].get_xdata() == pytest.approx([100 / 60])
     (axes,) = plan["top1_val"]().axes
     low, high = axes.get_xlim()
     assert [x for x in axes.get_xticks() if low <= x <= high] == [1]

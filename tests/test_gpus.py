@@ -3,6 +3,7 @@
 nvidia-smi, pip and torch are stand-ins."""
 
 import importlib
+import json
 import os
 import signal
 import subprocess
@@ -345,6 +346,28 @@ def test_an_environment_is_taken_when_its_torch_can_use_the_gpus(set_up):
         assert (code, set_up.installed()) == (0, installed), out
         assert f"using {used}\n" in out
         assert ("/bin/python is not used: torch" in out) == bool(driver)
+
+
+def test_quickstart_keeps_the_global_batch_and_repeats_nothing(set_up):
+    does = f'echo "$*" ;; *) exec {sys.executable} "$@" ;; esac'
+    program(set_up.bin / "python", f'#!/bin/bash\ncase "$*" in *imagenet_*|*compare_runs*) {does}')
+    (set_up.root / "images").mkdir()
+    line = f"cd {set_up.root}; bash scripts/quickstart.sh images"
+    env = {"PYTHON": str(set_up.bin / "python"), "CUDA_VISIBLE_DEVICES": ""}
+    (done,) = shell(line, **env)
+    assert done.code == 0, done.err
+    for words in ("nd.py -b 64 --name quickstart_images_1", "ddp.py -g 2 -b 32 --name quickstart_"):
+        assert f"\nimagenet_{words}" in done.out
+    both = "runs/quickstart_images_1 runs/quickstart_images_2-ddp"
+    assert f"\nscripts/compare_runs.py {both} --labels" in done.out
+    run = set_up.root / "runs/quickstart_images_1"
+    run.mkdir()
+    (run / "summary.json").write_text('{"finished_because": "epochs"}')
+    for data, trains in ((set_up.root / "images", False), ("/other", True)):
+        (run / "options.json").write_text(json.dumps({"data": str(data)}))
+        (done,) = shell(line, **env)
+        assert ("runs/quickstart_images_1 is finished already" in done.out) != trains
+        assert ("imagenet_nd.py -b 64 --name quickstart_images.2_1" in done.out) == trains
 
 
 @pytest.mark.parametrize("how", ["python3 on PATH", "python on PATH", "PYTHON"])

@@ -46,7 +46,8 @@ class Local(kind):
         words = [sys.executable, "-uc", "exit(255)" if away else hosts.BOOTSTRAP, name]
         how = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         how["preexec_fn"] = lambda: signal.signal(signal.SIGTSTP, signal.SIG_DFL)  # as of sshd
-        guard = subprocess.Popen(words, env=os.environ | {"NODE": name}, **how)
+        env = {"NODE": name, "SSH_CONNECTION": "10.0.0.8 1 10.0.0.9 2"}  # not the ip= of its line
+        guard = subprocess.Popen(words, env=os.environ | env, **how)
         guard.stdin.write(program)
         guard.stdin.flush()
         return guard
@@ -180,6 +181,8 @@ def test_a_launcher_whose_output_nobody_reads_still_answers(start, tmp_path):
 def test_answers_that_were_held_up_extend_no_lease(tmp_path):
     """Each line that the guard gets here answers its first heartbeat."""
     (tmp_path / "script.py").write_text("import time; time.sleep(600)")
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/python").symlink_to("/bin/false")  # --python is another one
     program = hosts.program(guard.__file__, {}).replace(b"= 15.0", b"= 3.0")
     words = [sys.executable, "-uc", hosts.BOOTSTRAP]
     pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)

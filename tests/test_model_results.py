@@ -43,6 +43,15 @@ def place(tmp_path_factory):
     return place
 
 
+def predicted(classes, paths, targets, top, sure=0.5):
+    """Predictions of images, of which ``top`` has the most likely classes."""
+    top = np.array(top).reshape(len(paths), -1)
+    sure = np.broadcast_to(np.array(sure, np.float32).reshape(-1, 1), top.shape)
+    numbers, ones = np.arange(len(paths)), np.ones(len(paths))
+    columns = np.array(targets), top, sure, ones, numbers
+    return Predictions(classes, [*range(len(classes))], paths, *columns, NO_IMAGES)
+
+
 def rows_of(path):
     with open(path, newline="") as file:
         return list(csv.DictReader(file))
@@ -52,9 +61,10 @@ def test_the_figures_are_those_of_the_predictions(place):
     """Two processes, of which one has an image more."""
     broken = place / "data/val/class_2/broken.jpeg"
     broken.write_bytes(b"no image")
-    done = results(place / "run", place / "data", "-g", 2, "-b", 4, "--images", broken)
+    image = place / "data/val/class_1/003.JPEG"
+    done = results(place / "run", place / "data", "-g", 2, "-b", 4, "--images", broken, image)
     broken.unlink()
-    done.fails_with("1 of 1 images cannot be read")  # but the rest is there
+    done.fails_with("1 of 2 images cannot be read")  # but the rest is there
     assert "broken.jpeg: cannot be read" in done.out
     page = (place / "run/results_val.html").read_text()
     assert "1 images could not be read" in page
@@ -63,6 +73,9 @@ def test_the_figures_are_those_of_the_predictions(place):
     assert len(rows) == 21
     assert [row["path"] for row in rows] == sorted(files), "in the folder's order, not by process"
 
+    (row,) = [row for row in rows if row["path"] == "class_1/003.JPEG"]
+    (alone,) = re.findall(rf"^{image}: .*?([\d.]+) %", done.out, re.MULTILINE)
+    assert float(alone) == pytest.approx(100 * float(row["probability"]), abs=0.2)
     right = [row["true"] == row["predicted"] for row in rows]
     ranked = [[row["predicted"], row["class2"], row["class3"]] for row in rows]
     assert all(sorted(one) == CLASSES for one in ranked)
@@ -98,13 +111,18 @@ def test_some_of_the_classes_and_two_runs(place, tmp_path):
     for name in ("class_1", "class_2"):
         shutil.copytree(place / "data/val" / name, subset / name)
     shutil.copytree(place / "run", tmp_path / "copy")
-    done = results(place / "run", tmp_path / "copy", subset, "--out", tmp_path / "out")
+    done = results(place / "run", tmp_path / "copy", subset)
     assert done.code == 0, done.err
-    first, second = (rows_of(tmp_path / f"out/predictions_subset_{i}.csv") for i in (1, 2))
+    first, second = (rows_of(tmp_path / f"copy/predictions_subset_{i}.csv") for i in (1, 2))
     assert first == second
     assert len(first) == 14
     assert {row["predicted"] for row in first} <= {"class_1", "class_2"}
-    page = (tmp_path / "out/results_subset_2_runs.html").read_text()
+    assert results(place / "run", subset, "--all-classes", "--out", tmp_path).code == 0
+    among_all = rows_of(tmp_path / "predictions_subset.csv")
+    for rows, is_all in ((first, False), (among_all, True)):
+        likely = [float(row["probability"]) + float(row["probability2"]) for row in rows]
+        assert (max(likely) < 0.999) == is_all, "the third class takes its part"
+    page = (tmp_path / "copy/results_subset_2_runs.html").read_text()
     assert re.search(r"changed by 0\.00 .*: 0 are right only in copy, 0 only in run", page)
     (subset / "unknown").mkdir()
     results(place / "run", subset).fails_with("1 of the 3 classes", "unknown")
@@ -116,28 +134,39 @@ def test_a_run_that_was_trained_on_some_of_the_classes(place, tmp_path):
     model = get_model(ARCH, num_classes=2)
     best = torch.load(place / "run/best.pt") | {"state_dict": model.state_dict()}
     torch.save(best | {"classes": names}, tmp_path / "best.pt")
-    done = results(tmp_path, place / "data")
+    shutil.copytree(place / "data/val", tmp_path / "data/test")
+    done = results(tmp_path, tmp_path / "data", "--part", "test")
     assert done.code == 0, done.err
-    rows = rows_of(tmp_path / "predictions_val.csv")
+    rows = rows_of(tmp_path / "predictions_test.csv")
     assert (len(rows), {row["true"] for row in rows}) == (14, set(names))
 
 
 def test_which_of_two_models_is_the_better_one():
     """The second gains two images of class a, and loses one of b."""
-    targets = np.array([0, 0, 0, 1, 1, 1])
-
-    def predicted(top):
-        top = np.array(top)[:, None]
-        sure = np.full((6, 1), 0.5, np.float32)
-        paths = list("uvwxyz")
-        columns = targets, top, sure, np.ones(6), np.arange(6)
-        return Predictions(["a", "b"], [0, 1], paths, *columns, NO_IMAGES)
-
-    changes = figures.changes(predicted([1, 1, 0, 1, 1, 1]), predicted([0, 0, 0, 1, 1, 0]))
+    tops = [1, 1, 0, 1, 1, 1], [0, 0, 0, 1, 1, 0]
+    changes = figures.changes(
+        *(predicted(["a", "b"], list("uvwxyz"), [0, 0, 0, 1, 1, 1], top) for top in tops)
+    )
     assert changes["difference"].value == pytest.approx(100 / 6)
     assert (changes["gained"], changes["lost"], changes["both"], changes["neither"]) == (2, 1, 3, 0)
     by_name = {row["name"]: row["change"] for row in changes["classes"]}
     assert by_name == pytest.approx({"a": 200 / 3, "b": -100 / 3})
+
+
+def test_classes_and_mistakes_in_the_order_of_their_weight():
+    """Of four images of class a one is right; b and c have two each."""
+    tops, sure = [0, 1, 1, 2, 0, 1, 2, 2], [0.6, 0.5, 0.9, 0.7, 0.8, 1, 1, 1]
+    result = predicted(["a", "b", "c"], list("stuvwxyz"), [0, 0, 0, 0, 1, 1, 2, 2], tops, sure)
+    rows = figures.by_class(result)
+    assert [(row["name"], row["images"], row["accuracy"].value) for row in rows] == [
+        ("a", 4, 25), ("b", 2, 50), ("c", 2, 100)
+    ]  # fmt: skip
+    assert [(row["taken_for"], row["times"]) for row in rows] == [("b", 2), ("a", 1), ("", 0)]
+    assert figures.frequent_confusions(result)[0] == ("a", "b", 2)
+    names, cells = figures.confusion_matrix(result)
+    assert names == ["a", "b", "c"]
+    assert {(0, 0, 1, 0.25), (0, 1, 2, 0.5), (1, 0, 1, 0.5), (2, 2, 2, 1.0)} <= {*cells}
+    assert figures.confident_mistakes(result) == [2, 4, 3, 1]
 
 
 def test_bad_input_is_one_line(place, tmp_path):
@@ -182,9 +211,7 @@ def test_names_of_wordnet_classes(tmp_path):
 
 def test_no_cell_of_the_csv_is_a_formula(tmp_path):
     names = ["=1+1", "@x", "plain"]
-    top, sure = np.array([[0], [1], [2]]), np.full((3, 1), 0.5, np.float32)
-    columns = top[:, 0], top, sure, np.ones(3), top
-    result = Predictions(names, [0, 1, 2], ["-a", "+b", "c"], *columns, NO_IMAGES)
+    result = predicted(names, ["-a", "+b", "c"], [0, 1, 2], [0, 1, 2])
     predictions.write_csv(result, tmp_path / "x.csv", {name: name for name in names})
     cells = [cell for row in rows_of(tmp_path / "x.csv") for cell in row.values()]
     assert not [cell for cell in cells if cell[0] in "=+-@"]
@@ -225,6 +252,9 @@ def test_an_exported_model_loads_elsewhere(tmp_path):
     assert done.code == 0, done.err
     config = json.loads((out / "config.json").read_text())
     assert config["label_names"] == names
+    assert [config["pretrained_cfg"][key] for key in ("mean", "std")] == [
+        [0.4, 0.5, 0.6], [0.2, 0.2, 0.3]
+    ]  # fmt: skip
     images = torch.rand(2, 3, 64, 64)
     torch.save(images, out / "images.pt")
     (code,) = re.findall(r"```python\n(.*?)```", (out / "README.md").read_text(), re.DOTALL)
@@ -245,12 +275,6 @@ def test_real_labels_and_many_classes(tmp_path):
     """Of three validation images, one has two right classes, one has none and does not count."""
     names = [f"n{i:08}" for i in range(1000)]
     paths = [f"n/ILSVRC2012_val_{i:08}.JPEG" for i in (3, 1, 2)]
-    top = np.array([[7, 1], [5, 1], [9, 1]])
-    half = np.full((3, 2), 0.5, np.float32)
-    targets, present, ones = np.array([7, 4, 9]), list(range(1000)), np.ones(3)
-    columns = targets, top, half, ones, np.arange(3)
-    result = Predictions(names, present, paths, *columns, NO_IMAGES)
+    result = predicted(names, paths, [7, 4, 9], [[7, 1], [5, 1], [9, 1]])
     (tmp_path / "real.json").write_text("[[4, 5], [], [8]]")
     assert figures.real_accuracy(result, tmp_path / "real.json").value == 50.0
-    assert figures.frequent_confusions(result) == [(names[4], names[5], 1)]
-    assert figures.confident_mistakes(result) == [1]

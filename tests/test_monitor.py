@@ -1,5 +1,6 @@
 """The parts of a step, read late; GPU and CPU; printed lines; what limits a run."""
 
+import itertools
 import math
 import re
 import signal
@@ -228,6 +229,8 @@ def test_an_epochs_values_are_means_of_the_sensors_that_there_are(logged, monkey
     monkeypatch.setattr(torch.cuda, "power_draw", lambda _: value(1) and 1000 * values.pop(0))
     monkeypatch.setattr(torch.cuda, "temperature", lambda _: 1 / 0)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 0)
+    ticks = itertools.count()  # 30 of 100 are idle
+    monkeypatch.setattr("utils.monitor.cpu_ticks", lambda: tuple(next(ticks) * n for n in (3, 10)))
     with closing(monitor(World(GPU))) as one:
         assert logged == ["GPU utilisation is not recorded: pip install nvidia-ml-py"]
         Marks(one)
@@ -237,7 +240,8 @@ def test_an_epochs_values_are_means_of_the_sensors_that_there_are(logged, monkey
             for _ in range(3 * samples - 1):
                 one.sample()
             measured = one.end_epoch()
-            expected = {"GPU/utilisation": 50.0, "GPU/power_w": 50.0, "busy": busy}
+            expected = {"CPU/utilisation": pytest.approx(70.0)}
+            expected |= {"GPU/utilisation": 50.0, "GPU/power_w": 50.0, "busy": busy}
             assert measured | expected | {"GPU/memory_gb": 80.0} == measured
             assert "GPU/temperature_c" not in measured
     assert one.thread not in threading.enumerate()

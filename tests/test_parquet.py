@@ -137,10 +137,15 @@ def test_files_without_any_label(tmp_path, label):
 
 
 def test_images_without_names_are_numbered_through_all_files(tmp_path):
-    for number in range(2):
+    """Of each split."""
+    for number, name in enumerate(("train-0", "train-1", "valid", "test")):
         rows = [(b"%d" % (2 * number + i), None, i) for i in range(2)]
-        write(tmp_path / f"hub/train-{number}.parquet", [*rows, (b"x", None, -1)], ["a", "b"])
-    assert "left out: 2 images" in succeed(
-        "parquet", tmp_path / "hub", tmp_path / "out", "--folders"
-    )
-    assert sorted(images(tmp_path / "out").values()) == [b"0", b"1", b"2", b"3"]
+        write(tmp_path / f"hub/{name}.parquet", [*rows, (b"x", None, -1)], ["a", "b"])
+    said = succeed("parquet", tmp_path / "hub", tmp_path / "out", "--folders")
+    assert "left out: 2 images of train" in said
+    content = {part: [] for part in ("test", "train", "val")}
+    for name, data in images(tmp_path / "out").items():
+        content[name.split("/")[0]].append(int(data))
+    assert {part: sorted(numbers) for part, numbers in content.items()} == {
+        "test": [6, 7], "train": [0, 1, 2, 3], "val": [4, 5]
+    }  # fmt: skip

@@ -195,8 +195,9 @@ WRONG += [f"tcp://10.0.0.1{port}" for port in ("", ":0", ":65536", ":port", ":80
 
 def test_files_of_every_room_are_compared():
     """Not only those at the top."""
-    rooms = {"start", "data", "model", "run"}
-    assert {f"utils/{room}/__init__.py" for room in rooms} <= preflight.code().keys()
+    files = {f"utils/{room}/__init__.py" for room in ("start", "data", "model", "run")}
+    assert files | {"utils/recipes/tiny.txt"} <= preflight.code().keys()
+    assert preflight.release("2.14.1+cu130") == "2.14", "patches and CUDA may differ"
 
 
 def test_the_interface_that_a_user_has_chosen_stays(monkeypatch):

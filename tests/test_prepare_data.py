@@ -8,6 +8,7 @@ import signal
 import time
 
 import numpy as np
+import prepare_data
 import pytest
 from batches import encode, picture
 from conftest import shell
@@ -52,6 +53,8 @@ def test_sample_is_the_same_every_time_and_done_once(sample, tmp_path):
     one, other = images(one), images(other)
     assert len(one) == 6 and one.items() <= images(sample).items()
     assert other.keys() == one.keys() and not set(other.values()) & set(one.values())
+    args = prepare_data.build_parser().parse_args(["sample", "out"])
+    assert (args.classes * args.train, args.classes * args.val) == (1000, 200), "as in README.md"
     before = times(sample)
     assert "nothing to do" in succeed("sample", sample, *SAMPLE)
     assert times(sample) == before
@@ -164,6 +167,7 @@ def test_shrunk_into_shards_in_one_pass(source, shrunk, tmp_path):
     assert folder_of(tmp_path / "out") == images(shrunk[0])
     assert done.code == 0 and sorted(said(done.err)) == sorted(said(shrunk[1].err))
     assert "4 images cannot be decoded" in done.out
+    assert len([*tmp_path.rglob("train-*.tar")]) == 1, "by the size of what is written"
     assert "nothing\n" in (tmp_path / "out/val/classes.txt").read_text()
 
 
@@ -224,6 +228,7 @@ def test_interrupted_again_and_again_it_still_finishes(many, tmp_path, form, way
         interrupt(how, number, out, *command)
         assert kept.items() <= written(out).items()
         assert not list(out.rglob("classes.txt"))
+        assert "is not finished" in fail("shards", out, tmp_path / "copy")
         kept = written(out)
     put(
         out,

@@ -159,7 +159,11 @@ def make(layout, folder):
     more = {
         "kaggle": {CSV: solution()},
         "imagenet100": {"Labels.json": b"{}"},
-        "flat": {DEVKIT: devkit_bytes([1, 2, 2]), "test/ILSVRC2012_test_1.JPEG": b"x"},
+        "flat": {
+            DEVKIT: devkit_bytes([1, 2, 2]),
+            "test/ILSVRC2012_test_1.JPEG": b"x",
+            f"val/._{VAL[0]}": b"macOS",
+        },
     }
     return put(folder, files | more[layout])
 
@@ -249,6 +253,9 @@ def test_wrong_labels_are_refused(tmp_path):
     source, out = make("flat", tmp_path / "source"), tmp_path / "out"
     message = fail("imagenet", out, "--source", tmp_path / "missing")
     assert f"there is no folder {tmp_path}/missing" in message and not out.exists()
+    parts = make("imagenet100", tmp_path / "parts")
+    put(parts, {f"train.X2/{TENCH}/{TRAIN[TENCH][0]}": b"another image"})
+    assert f"{TENCH}_1.JPEG is in {parts}/train.X2 and " in fail("imagenet", out, "--source", parts)
     for labels, message in (
         (solution(VAL_CLASSES[:2]), f"holds {VAL[2]}, which is not in the list"),
         (solution([*VAL_CLASSES, TENCH]), f"lacks 1 of the images, such as {VAL[3]}"),

@@ -16,7 +16,7 @@ from utils.data.preprocessing import MEAN, STD
 SIZE, GAP, LINE, ZOOM = 32, 8, 15, 3  # small images are drawn three times as large
 MIXED = ("--mixup", "0.4", "--cutmix", "1", "--auto-augment", "ra", "--random-erasing", "0.5")
 MIXED += ("--progressive", "32:40", "--seed", "3")
-CASES = {"nd": ("-b", "12", *MIXED), "ddp": ("-b", "6", "--accum-steps", "2")}
+CASES = {"nd": ("-b", "12", *MIXED), "ddp": ("-b", "3", "--accum-steps", "2")}
 
 
 def show(*words, **env):
@@ -35,24 +35,29 @@ def tiles(picture, number, columns, lines):
 
 @pytest.mark.parametrize("mode", CASES)
 def test_the_picture_shows_what_train_step_gets(mode, folder, tmp_path):
+    """Of a training that begins, or continues in the middle of an epoch."""
     words = ("-a", "tiny_plain", "--image-size", SIZE, "-j", 1, "--epochs", 2, *CASES[mode])
-    line = map(str, (*words, "--output-dir", tmp_path, "--name", "run", folder))
+    where = ("--output-dir", tmp_path, "--name", "run")
+    file, processes, more = tmp_path / "shown.png", 1, ()
+    if mode == "ddp":
+        processes, more = 2, ("-g", 2, *where, "--resume", "auto")
+        first = tuple(map(str, (*words, *where, folder)))
+        run_jobs([Job("imagenet_ddp", first, stop_after=2)], tmp_path)
+    done = show("--mode", mode, *words, *more, "--out", file, folder)
+    assert done.code == 0, done.err
+    line = tuple(map(str, (*words, *where, *more[-2:], folder)))
     env = {"FIRST_BATCH": str(tmp_path / "batch.pt")}
-    run_jobs([Job(f"imagenet_{mode}", tuple(line), 1 + (mode == "ddp"), env=env)], tmp_path)
+    run_jobs([Job(f"imagenet_{mode}", line, processes, env=env)], tmp_path)
     batch = torch.load(tmp_path / "batch.pt").permute(0, 2, 3, 1)
     trained = ((batch * torch.tensor(STD) + torch.tensor(MEAN)) * 255).round()
 
-    file = tmp_path / "shown.png"
-    more = ("-g", 2) if mode == "ddp" else ()
-    done = show("--mode", mode, *words, *more, "--out", file, folder)
-    assert done.code == 0, done.err
     assert f"wrote {tmp_path / 'shown_classes.png'}: " in done.out
-    columns, lines = {12: (5, 2), 6: (3, 1)}[len(trained)]
+    columns, lines = {12: (5, 2), 3: (2, 1)}[len(trained)]
     shown = tiles(Image.open(file), len(trained), columns, lines)
     assert shown.tolist() == trained.int().tolist()
 
     events = EventAccumulator(str(tmp_path / "run"), size_guidance={"images": 0}).Reload()
-    (image,) = events.Images("Images/train")
+    *_, image = events.Images("Images/train")
     drawn = Image.open(io.BytesIO(image.encoded_image_string))
     assert np.array_equal(np.asarray(drawn), np.asarray(Image.open(file)))
 
@@ -61,14 +66,24 @@ def test_the_same_images_in_several_epochs_beside_their_originals(folder, tmp_pa
     words = ("--image-size", SIZE, "-b", 10, folder)
     plain, epochs, val = (tmp_path / f"{name}.png" for name in ("plain", "epochs", "val"))
     assert show("--out", plain, *words).code == 0
-    assert show("--epochs", "0,1", "--original", "--show", 3, "--out", epochs, *words).code == 0
-    several = tiles(Image.open(epochs), 12, 8, 1)
+    assert show("--epochs", "1,0", "--original", "--show", 3, "--out", epochs, *words).code == 0
+    picture = np.asarray(Image.open(epochs))
+    several = tiles(picture, 12, 8, 1)
     # Three images: original and crop in epoch 0, then in epoch 1; the rows have two images.
     crops = several.reshape(3, 2, 2, SIZE, SIZE, 3)[:, :, 1]
+    for i in range(0, 12, 2):  # what is in the box is the crop, perhaps mirrored
+        y, x = (GAP + place * (ZOOM * SIZE + GAP) for place in divmod(i, 8))
+        whole = picture[y + i // 8 * LINE :, x:][: ZOOM * SIZE, : ZOOM * SIZE]
+        rows, columns = np.nonzero((whole == [255, 32, 32]).all(2))
+        box = (columns.min() + 2, rows.min() + 2, columns.max() - 1, rows.max() - 1)
+        cut = np.asarray(Image.fromarray(whole).crop(box).resize((SIZE, SIZE)), float)
+        apart = [np.abs(one - several[i + 1]).mean() for one in (cut, cut[:, ::-1])]
+        assert min(apart) < 15
     assert np.array_equal(crops[:, 0], tiles(Image.open(plain), 3, 4, 1))
     assert not np.array_equal(crops[:, 0], crops[:, 1])
     assert show("--val", "--out", val, *words).code == 0
-    assert Image.open(val).size == Image.open(plain).size
+    shown, trained = (Image.open(file) for file in (val, plain))
+    assert shown.size == trained.size and shown.tobytes() != trained.tobytes()
 
 
 @pytest.mark.parametrize(

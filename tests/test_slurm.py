@@ -48,6 +48,7 @@ def test_only_a_job_at_its_time_limit_is_requeued(folder, tmp_path):
     job_id = os.getpid()  # the master's port depends on it
     env = {"SLURM_JOB_ID": str(job_id), "SLURM_JOB_NODELIST": "localhost", "SLURM_NNODES": "1"}
     env |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable, **ENV}
+    env |= {"SLURM_GPUS_ON_NODE": "2", "NPROC": "1"}
     for data, code in ((folder, 0), ("/nowhere", 2)):
         words = ["imagenet_ddp.py", *TINY_LINE.split(), "-p", 1, "--epochs", 10000]
         with Running("-c", SBATCH, *words, "--output-dir", tmp_path, data, **env) as job:
@@ -58,7 +59,8 @@ def test_only_a_job_at_its_time_limit_is_requeued(folder, tmp_path):
             assert done.code == code, done.out + done.err
     assert "/nowhere is missing" in done.err
     assert (tmp_path / "scontrol.log").read_text() == f"requeue {job_id}\n"
-    assert summary(tmp_path / f"slurm_{job_id}")["finished_because"] == "interrupted"
+    facts = summary(tmp_path / f"slurm_{job_id}")
+    assert (facts["finished_because"], facts["world_size"]) == ("interrupted", 1)
 
 
 def start_slurm(nodes: list[Node], folder: Path) -> Callable[[str], str]:

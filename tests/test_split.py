@@ -32,6 +32,9 @@ def test_same_names_and_seed_give_the_same_part_and_zero_undoes_it(data, tmp_pat
     succeed("split", other, "--test", "0.1", "--seed", 0)
     assert images(other).keys() == images(data).keys()
     succeed("split", other, "--test", "0.1", "--seed", 1)
+    before_again = tree(other)
+    succeed("split", other, "--test", "0.1")  # the seed of the last call
+    assert tree(other) == before_again
     assert images(other).keys() != images(data).keys() and len(images(other)) == 61
     succeed("split", data, "--test", 0.2)
     larger = {name for name in images(data) if name.startswith("test/")}
@@ -102,15 +105,21 @@ def own(root, layout):
         put(root, {"notes.txt": b"", "train/a/.mine.tmp": b"mine"})
     if "table" in layout:
         rows = [f"{os.path.basename(name)[:-4]},7,x{c}" for c, name in images]
-        put(root, {"labels.csv": "\n".join(["\ufeffname,number,class", *rows]).encode()})
+        text = "\n".join(["\ufeffname,number,class", *rows])
+        text = text.replace(",", ";") if "train" in layout else text
+        put(root, {"labels.csv": text.encode()})
     return root
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ones_own_images_are_divided_and_put_back(tmp_path, layout):
-    """The same on every node; --undo restores each file."""
-    data, before = own(tmp_path / "photos", layout), tree(own(tmp_path / "before", layout))
-    line = succeed("split", data, "--val", 0.2, "--test", 0.1)
+    """As the error of a training says; the same on every node. --undo restores each file."""
+    data, before = own(tmp_path / "my photos", layout), tree(own(tmp_path / "before", layout))
+    with pytest.raises(UserError) as error:
+        check_same_classes(data, "val", class_folders(data / "train"), subset=False)
+    command = shlex.split(re.search("`(.*)`", str(error.value))[1])
+    assert command[-4:] == ["split", str(data), "--val", "0.2"]
+    line = succeed(*command[2:], "--test", 0.1)
     assert "train 28 images, val 8 images, test 4 images" in line
     assert sorted(images(data).values()) == sorted(
         v for k, v in before.items() if "/.mine" not in k
@@ -119,7 +128,8 @@ def test_ones_own_images_are_divided_and_put_back(tmp_path, layout):
     succeed("split", own(tmp_path / "node", layout), "--val", 0.2, "--test", 0.1)
     assert images(tmp_path / "node").keys() == images(data).keys()
     succeed("split", data, "--val", 0.3)
-    assert sum(name.startswith("val/") for name in images(data)) == 12
+    parts = [name.split("/")[0] for name in images(data)]
+    assert (parts.count("val"), parts.count("test")) == (12, 4)
     succeed("split", data, "--undo")
     assert tree(data) == before
     assert "was not split" in fail("split", data, "--undo")
@@ -139,16 +149,13 @@ def test_files_that_are_not_read_are_counted_and_the_hint_works_as_printed(tmp_p
     assert (undone.code, tree(data)) == (0, before), undone
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_training_on_it_says_how_to_divide_it(tmp_path, layout):
-    """The command works as printed."""
-    data = own(tmp_path / "my photos", layout)
-    with pytest.raises(UserError) as error:
-        check_same_classes(data, "val", class_folders(data / "train"), subset=False)
-    command = shlex.split(re.search("`(.*)`", str(error.value))[1])
-    assert command[-4:] == ["split", str(data), "--val", "0.2"]
-    succeed(*command[2:])
-    check_same_classes(data, "val", class_folders(data / "train"), subset=False)
+def test_a_table_that_contradicts_itself(tmp_path):
+    data = own(tmp_path / "photos", "a table")
+    table = tmp_path / "mine.csv"
+    table.write_bytes((data / "labels.csv").read_bytes() + b"\na_00,7,xb")
+    before, message = tree(data), fail("split", data, "--val", 0.2, "--labels", table)
+    assert f"{table} names an image twice, with different classes" in message
+    assert tree(data) == before
 
 
 @pytest.mark.parametrize("linked", ["train", "train/a", "train/a/sub", "a"])

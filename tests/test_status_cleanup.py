@@ -120,6 +120,15 @@ def test_the_lines_of_a_run_and_the_file_of_a_killed_process(tmp_path, monkeypat
         (tmp_path / "snapshot.pt").touch()
 
 
+def test_a_rank_that_waits_for_its_images_is_a_straggler():
+    rank = {"run": "/r", "size": 2, "arch": "a", "mode": "ddp", "epoch": 0, "epochs": 1}
+    rank |= {"phase": "starting", "gpu": None, "age": 5, "compute_seconds": 0.1}
+    ranks = [rank | {"rank": n, "data_seconds": x} for n, x in enumerate((0.0, 0.9))]
+    *_, first, second = status.describe([("here", ranks)])
+    assert ["straggler" in line for line in (first, second)] == [False, True]
+    assert [status.ago(seconds) for seconds in (119, 300, 9000)] == ["119 s", "5 min", "2.5 h"]
+
+
 # ---- cleanup.sh
 
 
@@ -181,7 +190,7 @@ def test_one_run_by_its_name(nodes, folder, tmp_path):
     command = f"python imagenet_nd.py {LASTING} --output-dir {tmp_path} {folder}"
     with (
         node.type(command, **ENV) as run,
-        node.type(f"IMAGENET_SUITE=guard:other {STUBBORN}") as stays,
+        node.type(f"IMAGENET_SUITE=guard:run2 {STUBBORN}") as stays,
         node.type(f"IMAGENET_SUITE=guard:run {WILLING}; exit $?") as marked,
     ):
         run.until(r"step +3/")

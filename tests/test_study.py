@@ -176,6 +176,57 @@ def test_with_hours_epochs_are_unlimited_and_the_rate_is_constant():
     assert "--epochs" not in run.command
 
 
+@pytest.fixture
+def no_handlers(monkeypatch):
+    """A study in this process leaves the signals alone, and writes no page."""
+    monkeypatch.setattr(scaling_study.signals, "handle", lambda *_: None)
+    monkeypatch.setattr(scaling_study.page, "write", lambda *_: None)
+
+
+def test_a_run_that_fails_gets_a_second_attempt_and_is_an_error(
+    tmp_path, monkeypatch, capsys, no_handlers
+):
+    own = f"--simulate 2 --name s --logbook {tmp_path} --hours 1 -- {TRAINING} --output-dir"
+    args, training = scaling_study.parse([*own.split(), str(tmp_path)])
+    runs, trained = planning.plan(args, training), []
+
+    def train(self, run):
+        trained.append(run.nodes)
+        with open(run.file("log"), "a") as log:
+            log.write(f"error: number {len(trained)}\n")
+        if run.nodes == 2:
+            (run.folder / "summary.json").write_text('{"finished_because": "desired_acc"}')
+
+    monkeypatch.setattr(scaling_study.Runner, "train", train)
+    for run in runs:
+        run.folder.mkdir()
+    assert scaling_study.carry_out(args, runs) == 1
+    assert trained == [1, 2, 1]
+    said = capsys.readouterr()
+    assert said.err.splitlines() == [
+        f"error: s_1node: not finished: number {number}" for number in (1, 3)
+    ]
+    args.dry_run = True
+    assert scaling_study.carry_out(args, runs) == 0
+    assert "at most 1 h of training (1 node-hours)" in capsys.readouterr().out
+
+
+def test_each_run_has_its_own_hosts_which_the_doctor_has_seen(tmp_path, monkeypatch, no_handlers):
+    """A warning of the doctor (1) is no reason to stop, an error (2) is one."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text("# three\na\n\nb  # two\nc\n")
+    args, training = scaling_study.parse(f"{hosts} --nodes 1,2 --env CODE=7 -- {TRAINING}".split())
+    runs, codes = planning.plan(args, training), [1, 2]
+    runner = scaling_study.Runner(args, tmp_path)
+    assert runner.execute([["true"], ["sh", "-c", "exit $CODE"]]) == 7
+    monkeypatch.setattr(runner, "execute", lambda words: codes.pop(0))
+    runner.check_nodes(hosts, runs)
+    assert (tmp_path / "hosts_1").read_text().split() == ["a"]
+    assert (tmp_path / "hosts_2").read_text() == "a\nb  # two\n"
+    with pytest.raises(UserError, match="the nodes are not ready"):
+        runner.check_nodes(hosts, runs)
+
+
 # In place of Python: it prints the words that it gets after the name of the script, one a line.
 PRINTS = """#!/bin/bash
 case "$*" in *check_requirements*) ;; -c*) exit 1 ;; *) printf '%s\\n' "${@:2}" ;; esac"""
@@ -334,12 +385,13 @@ def test_simulated_nodes_are_nodes_in_the_log_book(tmp_path, monkeypatch):
     for number, one in enumerate(runs, 1):
         facts = {"arch": "resnet18", "gpus": number, "nodes": 1, "global_batch": 128 * number}
         event_files.write(one.folder, event_files.epochs_of(100 * number, 128), options=facts)
-        (one.folder / "options.json").write_text("{}")
+        (one.folder / "options.json").write_text('{"target_top1": 50}')
         (one.folder / "summary.json").write_text('{"finished_because": "epochs"}')
     (tmp_path / "book").mkdir()
     study_page.write(args, runs, "command")
     page = (tmp_path / "book/s.md").read_text()
     assert "| nodes | 1 | 2 |" in page
+    assert "time to top-1 of 50 %" in page
     # Who gets the log book alone has the curves, too.
     named = re.search(r"`(python scripts/compare_runs\.py .*?)`", page)
     assert named

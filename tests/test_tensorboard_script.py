@@ -51,6 +51,7 @@ def test_runs_of_other_hosts(tmp_path, by):
     theirs, port = tmp_path / "theirs", free_port()
     write(theirs / "far" / "one", epochs_of(100, 64))
     (theirs / "far" / "one" / "snapshot.pt").write_bytes(b"large")
+    write(theirs / "hosts" / "third", epochs_of(100, 64))  # that it has fetched itself
     hosts = tmp_path / "hosts"
     hosts.write_text(f"# nodes\n\nme@near  slots=4 ip=10.0.0.1 runs={theirs}  # fast\nme@away")
     write(tmp_path / "runs" / "mine", epochs_of(100, 64))

@@ -127,6 +127,40 @@ def test_exports_of_the_callers_shell_change_nothing(tmp_path, exports):
     assert helped.out.startswith("usage: scaling_study.sh")
 
 
+def test_arguments_reach_torchrun_on_one_node_and_on_several(tmp_path):
+    """With a log for each node, threads by the cores, and the end that a recipe decides about."""
+    text = SIMULATED.replace("*imagenet_*)", "*imagenet_*|*preflight\\ [0-9]*)")
+    (tmp_path / "python").write_text(text)
+    (tmp_path / "python").chmod(0o755)
+    env = {"PYTHON": f"{tmp_path}/python", "NPROC": "2", "MASTER_ADDR": HERE}
+    env |= {"OMP_NUM_THREADS": "", "OMP_WAIT_POLICY": ""}
+    end = f"mine 8 -- --output-dir {tmp_path}"
+    results = shell(
+        f"bash {SCRIPTS}/one_node_train.sh 1 {end}/1 --recipe tiny",
+        f"bash {SCRIPTS}/multi_node_train.sh 1 1 2 {end}/2",
+        f"MASTER_PORT={PORT} bash {SCRIPTS}/elastic_train.sh 1 1:2 {end}/3",
+        **env,
+    )
+    lasting = " --epochs 100000 --lr-schedule constant"
+    for number, place, more, log in (
+        (1, "--nnodes=1 --node_rank=0 --master_addr=127.0.0.1 --master_port=", "", "node0"),
+        (2, f"--nnodes=2 --node_rank=1 --master_addr={HERE} --master_port=8888 ", lasting, "node1"),
+        (3, "--nnodes=1:2 --rdzv_backend=c10d --rdzv_id=mine --local_addr=", lasting, "node_*"),
+    ):
+        done = results[number - 1]
+        assert (done.code, done.err) == (0, "")
+        last = done.out.splitlines()[-1]
+        assert last.startswith(f"{ROOT}/scripts/torchrun.py {place}")
+        words = f"imagenet_ddp.py -b 8 --train-time 1 --name mine --resume auto{more} --output-dir"
+        assert f"--nproc_per_node=2 {ROOT}/{words} {tmp_path}/{number}" in last
+        threads = max(1, len(os.sched_getaffinity(0)) // 2)
+        assert f"\n+ {'TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 ' * (number == 3)}" in done.out
+        assert f"OMP_NUM_THREADS={threads} OMP_WAIT_POLICY=passive " in done.out
+        (file,) = (tmp_path / f"{number}/mine").glob("*.log")
+        assert file.match(f"{log}.log")
+    assert " --max_restarts=100 " in results[2].out
+
+
 @pytest.mark.parametrize("processes", ["0", "two", "99999", "9" * 30])
 def test_a_number_of_processes_that_cannot_be_meant(tmp_path, processes):
     done = run_wrapper("one_node_train.sh 1 mine 8", tmp_path, NPROC=processes)
