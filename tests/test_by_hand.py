@@ -253,15 +253,11 @@ def test_what_differs_ends_every_node_with_one_error(folder, tmp_path):
     assert noted in results[0][-1] and noted not in results[1][-1]
 
 
-@pytest.mark.parametrize(
-    ("message", "is_lost"),
-    [
-        ("Application timeout caused pair closure", True),
-        ("[/pytorch/gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:1", True),
-        ("Timed out waiting 9000ms for recv operation to complete", True),
-        ("NCCL communicator was aborted on rank 0", True),
-        ("mat1 and mat2 shapes cannot be multiplied", False),
-    ],
-)
-def test_messages_of_a_lost_peer(message, is_lost):
-    assert world.is_lost_peer(RuntimeError(message)) == is_lost
+def test_messages_of_a_lost_peer():
+    """More of them: test_elastic."""
+    for message in (
+        "Application timeout caused pair closure",
+        "Timed out waiting 9000ms for recv operation to complete",
+        "NCCL communicator was aborted on rank 0",
+    ):
+        assert world.is_lost_peer(RuntimeError(message)), message

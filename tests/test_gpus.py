@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 
+import check_requirements
 import pytest
 import torch
 from conftest import ROOT, activated, shell, train
@@ -346,6 +347,13 @@ def test_an_environment_is_taken_when_its_torch_can_use_the_gpus(set_up):
         assert (code, set_up.installed()) == (0, installed), out
         assert f"using {used}\n" in out
         assert ("/bin/python is not used: torch" in out) == bool(driver)
+
+
+def test_packages_that_are_missing_or_too_old_are_named(tmp_path):
+    lines = "# ours\ntorch>=99  # too old here\n\nnumpy\nno-such-package==1\n"
+    (tmp_path / "requirements.txt").write_text(lines)
+    unmet = check_requirements.missing(tmp_path / "requirements.txt")
+    assert unmet == ["torch>=99", "no-such-package==1"]
 
 
 def test_quickstart_keeps_the_global_batch_and_repeats_nothing(set_up):

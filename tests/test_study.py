@@ -17,7 +17,7 @@ import scaling_study
 from compare.runs import Run
 from conftest import ROOT, TIMEOUT, python, shell
 from joined import Forked, command
-from nodes import Nodes, need
+from nodes import need
 from running import TINY_LINE, Running, eventually, everyone, tiny
 from studies import page as study_page
 from studies import plan as planning
@@ -219,8 +219,11 @@ def test_each_run_has_its_own_hosts_which_the_doctor_has_seen(tmp_path, monkeypa
     runs, codes = planning.plan(args, training), [1, 2]
     runner = scaling_study.Runner(args, tmp_path)
     assert runner.execute([["true"], ["sh", "-c", "exit $CODE"]]) == 7
-    monkeypatch.setattr(runner, "execute", lambda words: codes.pop(0))
+    asked: list[list[str]] = []
+    monkeypatch.setattr(runner, "execute", lambda words: asked.extend(words) or codes.pop(0))
     runner.check_nodes(hosts, runs)
+    assert asked[0][:3] == ["bash", "scripts/doctor.sh", str(tmp_path / "hosts_2")]
+    assert asked[0][-2:] == ["--data", "tests"]
     assert (tmp_path / "hosts_1").read_text().split() == ["a"]
     assert (tmp_path / "hosts_2").read_text() == "a\nb  # two\n"
     with pytest.raises(UserError, match="the nodes are not ready"):
@@ -545,35 +548,3 @@ def test_simulated_nodes_with_a_slow_link(folder, tmp_path):
     assert done.code == 0, done.out + done.err
     assert "| Global Batch Size | 5 | 10 |" in (tmp_path / "book/s.md").read_text()
     assert not left(tmp_path)
-
-
-@pytest.mark.long
-def test_over_ssh_launcher_and_node_are_killed(folder, tmp_path):
-    """A study of 1, 2 and 4 nodes continues after each; the doctor has looked after the nodes."""
-    need("rsync")
-    with Nodes(5) as nodes:
-        login = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **ENV}
-        for node in nodes[1:]:
-            node.start_sshd(**login)
-        hosts = tmp_path / "hosts"
-        hosts.write_text("".join(f"{node.name}  # one\n" for node in nodes[1:]))
-        own = f"{hosts} --dir {ROOT} --python {sys.executable} --env STEP_SECONDS=0.3"
-        words = "bash " + study(tmp_path, own, f"imagenet_ddp.py --comm fp32 {folder}", epochs=3)
-        with nodes[0].type(words, **ENV) as first:
-            first.allow(4 * TIMEOUT)
-            first.until(r"\[node1\] Epoch 2/3 step")
-            first.send(signal.SIGKILL, group=True)
-            first.process.wait()
-        with nodes[0].type(words, **ENV) as second:
-            second.allow(4 * TIMEOUT)
-            second.until(r"== run s_2nodes")
-            second.until(r"\[node1\] Epoch 2/3 step")
-            nodes[2].kill()
-            second.until("lost the connection to node2")
-            nodes[2].start_again()
-            nodes[2].start_sshd(**login)
-            done = second.result()
-        assert done.code == 0, done.out + done.err  # at the second attempt, after a loss
-        page = (tmp_path / "book/s.md").read_text()
-        assert "| Global Batch Size | 5 | 10 | 20 |" in page
-        assert eventually(lambda: not any(node.processes() for node in nodes[1:]))
