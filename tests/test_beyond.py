@@ -67,7 +67,7 @@ def test_errors_before_a_node_is_reached(
     assert re.search(named, said)
 
 
-def test_an_elastic_run_resumes_and_the_run_directory_comes_back(monkeypatch, tmp_path):
+def test_what_the_launcher_adds_to_a_command_and_what_it_copies(monkeypatch, tmp_path):
     for words, whole in (
         (["--name=a"], ["--resume", "auto", "--name=a"]),
         (["--name", "a", "--resume", "b.pt"], ["--name", "a", "--resume", "b.pt"]),
@@ -82,6 +82,9 @@ def test_an_elastic_run_resumes_and_the_run_directory_comes_back(monkeypatch, tm
     options, _ = launcher.parse(["hosts", "--dir", "code", "--", "imagenet_ddp.py"])
     launcher.fetch(options, launcher.Host("u@b"), script)
     assert calls[0][-2:] == ["u@b:code/out/a/", "out/a/"]
+    launcher.sync(options, launcher.Host("u@b"))
+    assert calls[1][-2:] == [f"{ROOT}/", "u@b:code/"]
+    assert {f"--exclude={name}" for name in ("/runs", "/data", ".venv", ".git")} <= {*calls[1]}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """scripts/doctor.sh: no finding about healthy nodes, and one about each defect that was put in."""
 
 import argparse
+import functools
+import itertools
 import re
 import shutil
 import sys
@@ -14,6 +16,9 @@ from checks.findings import ERROR, WARNING
 from conftest import ROOT, TIMEOUT, Result, shell
 from nodes import Node, Nodes, need, type_on_each
 from test_gpus import T4, simulate
+
+from utils.data.opening import class_folders, open_source
+from utils.start.cores import usable_cores
 
 PORT = 8888
 OPTIONS = ("--batch-size", "16", "--image-size", "32", "--wait", str(TIMEOUT))
@@ -157,6 +162,19 @@ def test_what_a_gpu_trains_and_the_disk_that_a_run_needs(monkeypatch):
             args = argparse.Namespace(master="x", rank=rank, output_dir="runs")
             found = [x.level for x in one_node.check_machine(args, []) if "of disk" in x.text]
             assert found == ([] if level is None else [level])
+
+
+def test_the_speeds_of_a_node_are_those_of_all_its_cores(monkeypatch, folder):
+    """By simulated clocks: 60 files are read in 2 s, 64 images take 2 s of one core."""
+    source = open_source(folder / "train", class_folders(folder / "train"))
+    decode = functools.partial(one_node.decode_speed, size=32)
+    for clock, measure, speed in (
+        ("perf_counter", one_node.read_speed, 30),
+        ("process_time", decode, 32 * usable_cores()),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(one_node.time, clock, itertools.count(0, 2).__next__)
+            assert measure(source) == speed
 
 
 def test_one_node_alone(folder):

@@ -167,6 +167,17 @@ def test_nothing_outlives_a_job(start, tmp_path, way, job):
     assert result.code == (-signal.SIGKILL if died else INTERRUPTED if saved else LOST_PEER)
 
 
+def test_a_second_interrupt_ends_a_job_at_once(start, tmp_path):
+    (tmp_path / "mode").write_text("stubborn")
+    with start("a", grace=600.0) as run:
+        run.until("rank 0 of 1")
+        for said in ("asking all nodes to stop", "ending all nodes at once"):
+            run.meet_family()
+            run.send(signal.SIGINT)
+            assert eventually(lambda said=said: said in run.said())
+        assert ended(run)[0] == LOST_PEER
+
+
 def test_a_launcher_whose_output_nobody_reads_still_answers(start, tmp_path):
     """As with `| less`: the job must not end because its lines are not shown."""
     (tmp_path / "mode").write_text("loud")

@@ -274,10 +274,12 @@ def test_a_dry_run_prints_commands_and_does_nothing(tmp_path):
     ) in slurm.out
     assert "at most 4 h of training (6 node-hours)" in done.out
     assert not (tmp_path / "book").exists()
-    for name, one in zip(names, studies, strict=True):
+    usual = "2 runs -b 208 --epochs 2", "4 runs -b 32 --train-time 2", "2 runs --epochs 26"
+    for name, one, words in zip(names, studies, usual, strict=True):
+        number, *given = re.split(" (?=-)", words)
         assert one.code == 0, one.err
-        assert f"study {name}: " in one.out
-        assert " DATA --" in one.out
+        assert f"study {name}: {number}, " in one.out
+        assert " DATA --" in one.out and all(f" {word} " in one.out for word in given), one.out
     finds, trains = re.findall(
         r"\+ .* imagenet_fsdp.py (.*)", studies[names.index("vit_cifar10")].out
     )
