@@ -71,8 +71,9 @@ def test_a_bar_on_a_terminal_and_lines_elsewhere(folder, tmp_path, both):
         r"Epoch 1/1 \|.{5,}\| \d+/12 \S+, loss \d\.\d{4}  top-1 .{4}  .{4} img/s", bars[0]
     )
     assert max(len(line) for line in drawn[:resized] if line.startswith("Epoch 1/1 |")) <= 80
-    later = [line.rstrip() for line in drawn[resized + 2 :] if line.startswith("Epoch 1/1 |")]
-    assert later and max(map(len, later)) <= 60
+    later = drawn[resized + 2 :]
+    assert max(len(line) for line in later if "Epoch 1/1 |" in line) <= 60, "no spaces to wrap"
+    assert any("\x1b[1A" in line for line in drawn[resized:]), "the row above is of the wrapped bar"
 
 
 def test_a_second_node_does_not_repeat_the_first_ones_lines(folder, tmp_path):

@@ -2,8 +2,11 @@
 
 import contextlib
 import logging
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 
 from tqdm import tqdm
 
@@ -27,6 +30,33 @@ def as_line(record: logging.LogRecord) -> str:
 def loss_text(loss: float) -> str:
     """A loss with fixed decimals; one that is huge, with four digits."""
     return f"{loss:.4f}" if abs(loss) < 1e4 else f"{loss:.4g}"
+
+
+class Bar(tqdm):
+    """A bar that leaves nothing behind when its terminal becomes narrower.
+
+    The terminal then wraps what is drawn. tqdm would redraw the last row alone, and fill it up with
+    spaces to the old width, which the terminal wraps again.
+    """
+
+    @staticmethod
+    def status_printer(file: TextIO) -> Callable[[str], None]:
+        """A function that draws the bar in place of its last state, both shorter than a row."""
+        drawn = 0  # columns of the last state
+
+        def draw(text: str) -> None:
+            nonlocal drawn
+            columns = 0
+            with contextlib.suppress(OSError):  # the terminal was closed
+                columns = os.get_terminal_size(file.fileno()).columns
+            above = max(0, drawn - 1) // columns if columns else 0  # rows
+            clear = f"\x1b[{above}A\r\x1b[J" if above else ""
+            rest = "" if above else " " * (drawn - len(text))
+            file.write(f"{clear}\r{text}{rest}")
+            file.flush()
+            drawn = len(text)
+
+        return draw
 
 
 class Console(logging.Handler):
@@ -59,7 +89,7 @@ class Console(logging.Handler):
             with contextlib.suppress(OSError), open(self.path, "ab") as file:
                 file.write(line)
 
-    def progress_bar(self, title: str, steps: int, done: int = 0) -> tqdm:
+    def progress_bar(self, title: str, steps: int, done: int = 0) -> Bar:
         """A bar for ``steps`` steps, ``done`` of them finished. It is shown only on a terminal."""
         looks = {"leave": False, "dynamic_ncols": True, "bar_format": BAR, "file": sys.stdout}
-        return tqdm(desc=title, total=steps, initial=done, disable=not self.has_bar, **looks)
+        return Bar(desc=title, total=steps, initial=done, disable=not self.has_bar, **looks)
