@@ -193,6 +193,7 @@ def write(args: ResultOptions, best: list[Best], results: list[Predictions], wor
         runs=runs,
         predicted=shown,
         drawing=figures.reliability({run["label"]: run["curve"] for run in runs}),
+        labels=labels,
         models=[figures.about(one) for one in best],
         changes=figures.changes(*results) if len(results) == 2 else None,
         figures=figures,

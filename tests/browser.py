@@ -82,6 +82,12 @@ class Page:
         more = {"returnByValue": True, "awaitPromise": True}
         return self.call("Runtime.evaluate", expression=script, **more)["result"].get("value")
 
+    def key(self, key: str) -> None:
+        """A key is pressed and released, where the focus is."""
+        text = {"text": key} if len(key) == 1 else {}
+        for kind in ("rawKeyDown", *(["char"] if text else []), "keyUp"):
+            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, **text)
+
     def mouse(self, kind: str, x: float, y: float) -> None:
         """The mouse is "Moved" to a place of the window, "Pressed" or "Released" there."""
         button = "none" if kind == "Moved" else "left"

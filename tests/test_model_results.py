@@ -7,11 +7,13 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from browser import Page
+from compare.page import render
 from conftest import draw_folder, environment, python, summary
 from results import class_names, figures, predictions
 from results.predictions import Predictions
@@ -229,14 +231,39 @@ def test_the_page_in_a_browser(place):
         assert sum(page.run(bars)) == 21
         table = "document.querySelector('table.sortable')"
         page.run(f"{table}.tHead.rows[0].cells[0].focus()")
-        for kind in ("keyDown", "keyUp"):
-            page.call("Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter")
+        page.key("Enter")
         assert page.run(f"{table}.tHead.rows[0].cells[0].getAttribute('aria-sort')")
         page.run("document.querySelector('.find').value = 'CLASS_1'")
         page.run("document.querySelector('.find').oninput()")
         shown = page.run(f"[...{table}.tBodies[0].rows].filter(r => !r.hidden).length")
         assert shown == 1
+        page.run("document.querySelector('svg.matrix').focus()")
+        page.key("ArrowRight")
+        names = page.run("[...document.querySelectorAll('.row title')].map(t => t.textContent)")
+        reading = page.run("document.querySelector('.reading').textContent")
+        assert reading.startswith(f"{names[0]}, predicted as {names[1]}: "), reading
         assert not page.errors
+
+
+def test_the_words_of_a_wordnet_class_have_room_beside_the_matrix():
+    ids = [f"n{i:08}" for i in range(3)]
+    place = np.arange(3)
+    sure, ones = np.full((3, 1), 0.5, np.float32), np.ones(3)
+    result = Predictions(ids, [0, 1, 2], ids, place, place[:, None], sure, ones, place, NO_IMAGES)
+    run = {"label": "x", "result": result, "error": 0.0, "classes": figures.by_class(result)}
+    text = render(
+        Path(figures.__file__).with_name("results.html"),
+        labels=["x"],
+        models=[{"model": "x"}],
+        runs=[run | {"summary": figures.summary(result)}],
+        drawing=figures.reliability({"x": figures.calibration(result)[1]}),
+        figures=figures,
+        name_of=lambda name, other=None: f"{name} great white shark" if name else other,
+    )
+    label = r'<text class="row" x="(.*?)" .*?font-size="(.*?)">(.*?)<title>(.*?)</title>'
+    x, size, shown, whole = re.findall(label, text)[0]
+    assert (shown, whole) == ("great white shark", f"{ids[0]} great white shark")
+    assert float(x) > 0.6 * float(size) * len(shown)
 
 
 def test_an_exported_model_loads_elsewhere(tmp_path):
