@@ -17,6 +17,7 @@ import shlex
 import shutil
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -118,10 +119,12 @@ def main(argv: list[str] | None = None) -> int:
     args, command = parse(argv), shlex.join(["python", "scripts/compare_runs.py", *argv])
     comparison, out = compare(args), args.out or beside(args.runs[0])
     notes = [f"- {note}" for note in comparison.notes]
-    width = shutil.get_terminal_size((100, 24)).columns if sys.stdout.isatty() else 100
-    wrapped = [textwrap.fill(text, width, break_long_words=False) for text in comparison.sentences]
-    notes = [textwrap.fill(text, width, subsequent_indent="  ") for text in notes]
-    print(*wrapped, "", comparison.as_text(width), "", *notes, sep="\n")
+    width = shutil.get_terminal_size().columns  # 80 in a pipe, as for --help
+    how = {"break_long_words": False, "break_on_hyphens": False}
+    fill = partial(textwrap.fill, width=min(width, 100), **how)
+    wrapped = [fill(text) for text in comparison.sentences]
+    notes = [fill(text, subsequent_indent="  ") for text in notes]
+    print(*wrapped, "", comparison.as_text(width), *([""] if notes else []), *notes, sep="\n")
     page.library()  # fail now, not after the pictures
     labels = ", ".join(run.label for run in comparison.runs)
     number = len(comparison.runs)

@@ -14,14 +14,14 @@ from event_files import BEGAN, epochs_of, folder_name, note, table, write
 from utils.start.errors import UserError
 
 TWO_RUNS_AND_ANOTHER = """
-other cannot be compared with one: it has another model (vgg19, not resnet50) and image size \
-(176, not 224) and data (8 images, not 9 images) and training image sizes (128:160, not 224).
+other cannot be compared with one: it has another model (vgg19, not resnet50), image size \
+(176, not 224), data (8 images, not 9 images) and training image sizes (128:160, not 224).
 Accuracy fell with speed: after epoch 4, top-1 is 70.00 % (one) and 60.50 % (two), more than \
 seeds explain, so compare the times to the same accuracy.
 two trained 1.90 times as many images per second as one (95 % throughput efficiency).
 Both reached 60 % top-1: after 2 h (two) and 3 h (one).
 Beware: the runs differ in length (4 to 5 epochs); the global batches differ (64 to 130), which \
-changes accuracy; the runs differ in mode, precision, comm, gpu, cpu and torch.
+changes accuracy; the runs differ in mode, precision, --comm, GPU, CPU and torch.
 
                                         two           one         other
 --- set-up
@@ -87,11 +87,11 @@ two: two
 one: one
 other: other
 
-two differs from its base one in batch per gpu (65, not 64) and mode (ddp, not nd) and precision \
-(fp16, not fp32) and comm (int8, not fp32) and gpu (A100, not T4) and cpu (fast, not slow) and \
+two differs from its base one in batch per GPU (65, not 64), mode (ddp, not nd), precision \
+(fp16, not fp32), --comm (int8, not fp32), GPU (A100, not T4), CPU (fast, not slow) and \
 torch (2.5, not 2.4): the efficiency is not that of scaling alone
-NOT COMPARABLE: other differs from one in model (vgg19, not resnet50) and image size (176, not \
-224) and data (8 images, not 9 images) and training image sizes (128:160, not 224); it has no \
+NOT COMPARABLE: other differs from one in model (vgg19, not resnet50), image size (176, not \
+224), data (8 images, not 9 images) and training image sizes (128:160, not 224); it has no \
 speed-up
 speed-up and throughput efficiency: images/s relative to one, at different batches per GPU"""
 ONE = {
@@ -262,6 +262,11 @@ BEYOND = "more than the noise of 50000 images, but another seed may change it as
              "throughput efficiency).",
              "Both reached 64 % top-1: after 3.33 min (1 GPU) and 4.06 s (64 GPUs)."],
         ),
+        (  # a sweep, whose speeds differ by chance
+            {"a": (1600, (60, 75.7), GOOD), "b": (1700, (60, 70.7), GOOD)}, 80,
+            ["b trained 1.06 times as many images per second as a.",
+             f"Best top-1: 75.70 % (a) and 70.70 % (b), {BEYOND}"],
+        ),
         (  # guessing is right for 33 % of three classes
             {"a": (1600, (30, 39), THREE), "b": (1610, (30, 39), THREE)}, 39,
             ["a and b trained equally fast: their speeds differ no more than those of epochs.",
@@ -280,7 +285,7 @@ BEYOND = "more than the noise of 50000 images, but another seed may change it as
         ),
     ],
     ids=["one", "scaling", "within noise", "beyond noise", "little to say", "many",
-         "accuracy fell", "chance", "impossible"],
+         "accuracy fell", "sweep", "chance", "impossible"],
 )  # fmt: skip
 def test_the_sentences(tmp_path, runs, target, expected):
     base = next(iter(runs.values()))[0]
@@ -343,13 +348,14 @@ def test_a_smaller_batch_per_gpu_at_an_equal_global_batch_is_no_difference(tmp_p
 
 def test_many_runs_are_rows_in_the_width_of_the_terminal(tmp_path):
     for i in range(12):
-        how = {"options": GOOD | {"global_batch": 64 + i}, "success": (None, True, False)[i % 3]}
-        write(tmp_path / f"run{i}", epochs_of(100 + i, 64), **how)
+        options = GOOD | {"global_batch": 64 + i, "mode": ("nd", "ddp")[i % 2]}
+        success = (None, True, False)[i % 3]
+        write(tmp_path / f"run{i}", epochs_of(100 + i, 64), options=options, success=success)
     cells, _, comparison = table(tmp_path)
     assert cells["state"][:3] == ["not finished", "finished", "stopped"]
     text = comparison.as_text(80)
     rows = text.splitlines()[:13]
-    assert rows[0].split()[:3] == ["run", "batch", "images/s"], "of the set-up, what differs"
+    assert rows[0].split()[:4] == ["run", "batch", "mode", "images/s"], "what differs is first"
     assert max(map(len, rows)) <= 80
     assert [row.split()[0] for row in rows[1:]] == [f"run{i}" for i in range(12)]
 

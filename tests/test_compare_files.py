@@ -101,10 +101,17 @@ def test_the_page_in_a_browser(hal):
         page.mouse("Moved", x + 0.8 * width, y + height / 2)
         page.mouse("Released", x + 0.8 * width, y + height / 2)
         until(f"{chart}._fullLayout.xaxis.range[0] > 1.5")
+        # By keyboard: the cursor begins at the last of four epochs.
+        page.run(f"{chart}.focus()")
+        for key in ("0", "ArrowUp", "ArrowLeft", "+"):
+            page.key(key)
+        until(f"{chart}.querySelector('.hoverlayer').textContent.includes('at 3')")
+        until(f"(([a, b]) => 2 < a && b < 4)({chart}._fullLayout.xaxis.range)")
+        page.key("0")
+        until(f"{chart}._fullLayout.xaxis.range[0] <= 1")
         # A check box hides a run on all charts, also on those that are opened later.
         page.run("document.querySelector('[data-run=\"2 GPUs\"]').focus()")
-        for kind in ("rawKeyDown", "char", "keyUp"):
-            page.call("Input.dispatchKeyEvent", type=kind, key=" ", code="Space", text=" ")
+        page.key(" ")
         hidden = "[...document.querySelectorAll('.chart')].filter(c => c.data)"
         hidden += ".every(c => c.data.some(l => l.meta.name === '2 GPUs' && l.visible === false))"
         until(hidden)
@@ -133,11 +140,15 @@ def test_without_plotly_one_line_says_how_to_get_it(tmp_path):
     python("-c", hide, SCRIPT, tmp_path / "a").fails_with("pip install plotly")
 
 
-def test_runs_that_cannot_be_compared_have_no_common_charts(tmp_path):
+def test_runs_that_cannot_be_compared_have_no_common_charts(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
     for name, arch in (("a", "resnet50"), ("b", "vgg19"), ("c", "resnet50")):
         write(tmp_path / name, epochs_of(100, 64), options={"arch": arch, "gpus": 1})
     out, more = tmp_path / "out", ["--out", str(tmp_path / "out"), "--prefix", "x_"]
-    assert compare_runs.main([*(str(tmp_path / name) for name in "abc"), *more]) == 0
+    labels = ["--labels", "a", "b", "c of a longer name"]
+    assert compare_runs.main([*(str(tmp_path / name) for name in "abc"), *more, *labels]) == 0
+    sentences = capsys.readouterr().out.partition("\n\n")[0]
+    assert 60 < max(map(len, sentences.splitlines())) <= 80, "no terminal here"
     page = (out / "x_compare.html").read_text()
     assert '<div class="lead warning"><p>b cannot be compared with a' in page
     comparison = table(*(tmp_path / name for name in "abc"))[2]

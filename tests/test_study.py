@@ -389,13 +389,14 @@ def test_simulated_nodes_are_nodes_in_the_log_book(tmp_path, monkeypatch):
     runs = planning.plan(args, training)
     for number, one in enumerate(runs, 1):
         facts = {"arch": "resnet18", "gpus": number, "nodes": 1, "global_batch": 128 * number}
+        facts |= {"device": "cpu", "batch_per_gpu": 128}
         event_files.write(one.folder, event_files.epochs_of(100 * number, 128), options=facts)
         (one.folder / "options.json").write_text('{"target_top1": 50}')
         (one.folder / "summary.json").write_text('{"finished_because": "epochs"}')
     (tmp_path / "book").mkdir()
     study_page.write(args, runs, "command")
     page = (tmp_path / "book/s.md").read_text()
-    assert "| nodes | 1 | 2 |" in page
+    assert "| nodes | 1 | 2 |" in page and "at an equal batch per process" in page
     assert "time to top-1 of 50 %" in page
     # Who gets the log book alone has the curves, too.
     named = re.search(r"`(python scripts/compare_runs\.py .*?)`", page)
@@ -536,6 +537,7 @@ def test_a_try_runs_the_whole_study_in_small(folder, tmp_path):
     for text in ("**A try: ", "|  | 1 Node | 2 Nodes |", "| Global Batch Size | 2 | 4 |"):
         assert text in page
     assert "| Epoch Num | 1 | 1 |" in page
+    assert "trained" not in page and "node, seed" not in page, "no conclusion; one seed has no name"
     assert (tmp_path / "book_try/s/overlay.png").is_file()
     assert not (tmp_path / "runs").exists() and not (tmp_path / "book").exists()
 

@@ -24,11 +24,11 @@ METRICS = {  # tag: title, form of a value
 }
 MANY = 6  # runs; more of them are the rows of a table, not its columns
 MAIN = {  # row: short title
-    "gpus": "GPUs", "global_batch": "batch", "images_per_s": "images/s",
+    "gpus": "GPUs", "global_batch": "batch", "arch": "arch", "mode": "mode", "lr": "lr",
+    "images_per_s": "images/s",
     "scaling_efficiency": "efficiency", "common_top1": "", "target_h": "",
     "best_top1": "best top-1", "epochs": "epochs", "hours": "time", "speed_up": "speed-up",
-    "step_loss": "loss by steps",
-    "arch": "arch", "mode": "mode", "lr": "lr", "state": "state",
+    "step_loss": "loss by steps", "state": "state",
 }  # fmt: skip
 SET_UP = ("gpus", "global_batch", "arch", "mode", "lr", "state")  # left out where all are equal
 MACHINE = ("gpu", "driver", "cpu", "torch")
@@ -184,7 +184,7 @@ def _rows(comparison: Comparison) -> dict[str, list[Row]]:
     """Return all rows, by the titles of their groups."""
     target, price, within = comparison.target, comparison.price, comparison.within
     to = f" to {comparison.bases[0].label}" if len(comparison.bases) == 1 else ""
-    each = "process" if comparison.workers == "processes" else "GPU"
+    each = summary.worker(comparison.runs)
     common, step = comparison.common, comparison.common_step
     goal = f"top-1 of {target or 0:g} %"
 

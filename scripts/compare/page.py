@@ -89,6 +89,8 @@ def drawing(
         axis = {"domain": [max(0.0, top - PANEL / inner), top], "zeroline": False}
         axis |= {"type": "log" if is_log else "linear", "range": [scale(low), scale(high)]}
         axis |= {"fixedrange": False, "nticks": 6}
+        if is_log:  # else plotly labels 200 and 500 with their digit alone
+            axis |= {"tickformat": "~g", "nticks": 5}
         layout["yaxis" + _number(i)] = axis
         title = f"<b>{html.escape(chart.title)}</b>  {html.escape(chart.unit)}"
         place = {"xref": "paper", "x": 0, "yref": "paper", "y": top, "showarrow": False}

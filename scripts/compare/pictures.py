@@ -21,7 +21,7 @@ DASHES: dict[str, str] = dict(
 )  # matplotlib's names
 INK, GRID, SOFT = "#1a1c1e", "#dcdddf", page.SOFT
 LOGARITHMIC = 5  # runs whose hours differ by more than this factor get a logarithmic axis
-DECADES = 50  # values that differ by more than this factor get a logarithmic axis
+DECADES = 50  # losses that differ by more than this factor get a logarithmic axis
 MATPLOTLIB: "dict[RcKeyType, Any]" = {
     "font.size": 13, "axes.titlesize": 14, "axes.titleweight": "bold", "axes.titlelocation": "left",
     "axes.titlepad": 12, "axes.spines.top": False, "axes.spines.right": False,
@@ -169,7 +169,7 @@ def curves(comparison: Comparison, tag: str, over: str) -> Chart | None:
         lines = [(label, [(60 * x, y) for x, y in points]) for label, points in lines]
     values = [y for _, points in lines for _, y in points]
     zero = tag == RATE or tag.startswith(("IO/", "GPU/", "CPU/", "Step/throughput"))
-    spans = not zero and min(values) > 0 and max(values) > DECADES * min(values)
+    spans = unit == "nats" and min(values) > 0 and max(values) > DECADES * min(values)
     return Chart(
         title,
         unit,

@@ -13,8 +13,12 @@ MUST_AGREE = ("arch", "image_size", "data_id", "train_sizes")
 # Facts that may differ, but explain part of the difference in speed.
 SHOULD_AGREE = ("batch_per_gpu", "mode", "precision", "comm", "gpu", "cpu", "torch")
 STEP_PARTS = ("data", "compute", "communication")
-NAMES = {"arch": "model", "data_id": "data", "train_sizes": "training image sizes"}
+NAMES = {
+    "arch": "model", "data_id": "data", "train_sizes": "training image sizes", "gpu": "GPU",
+    "batch_per_gpu": "batch per GPU", "cpu": "CPU", "comm": "--comm",
+}  # fmt: skip
 SAME_SPEED = 0.02  # a smaller difference does not count: speeds of one machine vary as much
+FASTER = 1.1  # runs that differ less in speed, such as those of a sweep, lost nothing for it
 IMPOSSIBLE = 1.1  # an efficiency above this comes from something else than more GPUs
 SEEDS = 0.5  # points of top-1 by which two seeds of one training may differ
 CHANCE = 1.2  # accuracies up to so many times that of guessing count as guessing
@@ -34,11 +38,17 @@ def find_bases(runs: list[Run]) -> None:
 def differ(one: Run, other: Run, keys: Sequence[str]) -> str:
     """Describe those facts of ``keys`` that both runs recorded and that differ."""
     pairs = {key: (one.facts.get(key), other.facts.get(key)) for key in keys}
-    return " and ".join(
-        f"{NAMES.get(key, key.replace('_', ' '))} ({number(a)}, not {number(b)})"
+    return _join(
+        f"{_name(key, one)} ({number(a)}, not {number(b)})"
         for key, (a, b) in pairs.items()
         if a not in UNKNOWN and b not in UNKNOWN and a != b
     )
+
+
+def _name(key: str, run: Run) -> str:
+    """Return the name of a fact: one of `NAMES`, or its key in words."""
+    name = NAMES.get(key, key.replace("_", " "))
+    return name.replace("GPU", worker([run])) if key == "batch_per_gpu" else name
 
 
 def _relevant(one: Run, other: Run) -> list[str]:
@@ -55,6 +65,11 @@ def workers(runs: Iterable[Run]) -> str:
     if devices == {"cpu"}:
         return "processes"
     return "GPUs and processes" if "cpu" in devices else "GPUs"
+
+
+def worker(runs: Iterable[Run]) -> str:
+    """Return the singular of `workers`, for what is said "per" one."""
+    return "process" if workers(runs) == "processes" else "GPU"
 
 
 def step_share(run: Run, part: str) -> float | None:
@@ -75,6 +90,7 @@ def notes(runs: list[Run]) -> list[str]:
         f"{_join(run.label for run in runs if text in run.notes)}: {text}"
         for text in dict.fromkeys(text for run in runs for text in run.notes)
     ]
+    each = worker(runs)
     bases = list(dict.fromkeys(run.base for run in runs if run.base))
     first = (bases or runs)[0]
     for run in runs:
@@ -92,11 +108,11 @@ def notes(runs: list[Run]) -> list[str]:
             {run.facts.get(key) for run in runs if run.base is base}
             for key in ("gpus", "batch_per_gpu", "global_batch")
         )
-        kind = "at different batches per GPU"
+        kind = f"at different batches per {each}"
         if None in per_gpu:
-            kind = "the batches per GPU are not recorded"
+            kind = f"the batches per {each} are not recorded"
         elif len(per_gpu) == 1:
-            kind = "at an equal batch per GPU (weak scaling)"
+            kind = f"at an equal batch per {each} (weak scaling)"
         elif len(whole) == 1:
             kind = "at an equal global batch (strong scaling)"
         if len(gpus - {None}) > 1:
@@ -137,18 +153,15 @@ def sentences(runs: list[Run], target: float | None) -> list[str]:
 
 def _join(items: Iterable[object]) -> str:
     """Join items as in: a, b and c."""
-    *first, last = map(str, items)
-    return f"{', '.join(first)} and {last}" if first else last
+    words = list(map(str, items))
+    return " and ".join([", ".join(words[:-1]), words[-1]] if words[1:] else words)
 
 
 def _single(run: Run) -> list[str]:
     """Describe speed and accuracy of a single run."""
     texts, gpus = [], run.facts.get("gpus")
     if rate := run.usual(RATE):
-        one, many = (
-            ("process", "processes") if run.facts.get("device") == "cpu" else ("GPU", "GPUs")
-        )
-        on = f" on {gpus:g} {one if gpus == 1 else many}" if gpus else ""
+        on = f" on {gpus:g} {worker([run]) if gpus == 1 else workers([run])}" if gpus else ""
         texts.append(f"{run.label} trained {number(rate)} images per second{on}")
     top1, epoch = run.best("Top1/val")
     if not run.epochs:
@@ -203,11 +216,7 @@ def _lost_accuracy(group: list[Run], base: Run) -> list[str]:
     if base not in tops:
         return []
     noise = max(SEEDS, _noise(tops[base], images) if images else SEEDS)
-    worse = [
-        run
-        for run in tops
-        if (run.speed_up or 0) > 1 + SAME_SPEED and tops[base] - tops[run] > noise
-    ]
+    worse = [run for run in tops if (run.speed_up or 0) > FASTER and tops[base] - tops[run] > noise]
     if not worse:
         return []
     run = min(worse, key=lambda one: tops[one])
@@ -329,7 +338,7 @@ def _cautions(group: list[Run]) -> list[str]:
         texts.append(f"the global batches differ ({sizes}), which changes accuracy")
     names = [key for key in SHOULD_AGREE[1:] if any(differ(run, group[0], [key]) for run in group)]
     if names:
-        texts.append(f"the runs differ in {_join(names)}")
+        texts.append(f"the runs differ in {_join(_name(name, group[0]) for name in names)}")
     if any(run.facts.get("device") == "cpu" for run in group):
         texts.append("these are CPU speeds, which say nothing about GPUs")
     return [f"Beware: {'; '.join(texts)}"] if texts else []

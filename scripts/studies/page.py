@@ -108,7 +108,7 @@ def write(args: Study, planned: list[StudyRun], command: str) -> None:
     for one in planned:
         run = runs.read(one.folder) if list(one.folder.glob("*tfevents*")) else None
         if run and run.epochs is not None:
-            seed = "" if one.seed is None else f"seed {one.seed}"
+            seed = f"seed {one.seed}" if len(args.seeds or ()) > 1 else ""
             run.label = ", ".join(filter(None, [titles[one.nodes].lower(), one.group, seed]))
             run.facts["nodes"] = one.nodes  # simulated nodes share a machine, which counts as one
             trained.append((one, run))
@@ -130,7 +130,7 @@ def write(args: Study, planned: list[StudyRun], command: str) -> None:
             None,
         )
         comparison = Comparison([run for _, run in trained], args.hours, target)
-        parts.append(comparison.lead())
+        parts += [] if args.tiny else [comparison.lead()]
         drawn = pictures.draw(comparison, folder, only=PICTURES)
         metrics = ["## Metrics", comparison.section(page, "", command, drawn.values())]
         hand_over(trained, folder)
