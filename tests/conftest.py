@@ -37,7 +37,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
 
 # These need a GPU, or packages that no machine has by accident. Other tests should not skip.
-OPTIONAL = ("test_cuda.py", "test_hivemind.py", "test_ray.py", "test_real_apex.py")
+OPTIONAL = ("test_cuda.py", "test_real_apex.py")
 _left_out: Counter[str] = Counter()  # reasons
 
 # One of torchvision's smallest models: writing its snapshots costs next to nothing.
