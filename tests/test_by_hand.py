@@ -125,7 +125,14 @@ def join(patch, visible: int, calls: mock.Mock, sync_bn: bool) -> world.World:
     patch.setattr(world, "meet_all", calls.meet_all)
     patch.setattr(dist, "init_process_group", calls.init_process_group)
     patch.setattr(dist, "new_group", calls.new_group)
-    return world._join(SimpleNamespace(dist_backend=None, dist_timeout=9.0, sync_bn=sync_bn))
+    patch.setattr(dist, "all_gather_object", lambda *_, **__: None)
+    patch.setattr(dist, "destroy_process_group", lambda: None)
+    patch.setattr(world.socket, "create_connection", mock.Mock(side_effect=OSError))  # no signs
+    patch.setattr(world.nccl, "version", lambda: (2, 1))
+    patch.setattr(preflight, "compare_processes", lambda *_: [])
+    args = SimpleNamespace(dist_backend=None, dist_timeout=9.0, sync_bn=sync_bn)
+    with world.process_group(args) as joined:
+        return joined
 
 
 @pytest.mark.parametrize(("nodes", "visible"), [(1, 0), (1, 2), (2, 0), (2, 2)])
