@@ -170,6 +170,10 @@ def test_classes_and_mistakes_in_the_order_of_their_weight():
     assert names == ["a", "b", "c"]
     assert {(0, 0, 1, 0.25), (0, 1, 2, 0.5), (1, 0, 1, 0.5), (2, 2, 2, 1.0)} <= {*cells}
     assert figures.confident_mistakes(result) == [2, 4, 3, 1]
+    error, curve = figures.calibration(result)
+    assert error == pytest.approx((50 + 40 + 70 + 80 + 90) / 8)
+    bins = [(50, 0, 1), (60, 100, 1), (70, 0, 1), (80, 0, 1), (90, 0, 1), (100, 100, 3)]
+    assert np.array(curve) == pytest.approx(np.array(bins))
 
 
 def test_bad_input_is_one_line(place, tmp_path):
@@ -303,6 +307,8 @@ def test_real_labels_and_many_classes(tmp_path):
     """Of three validation images, one has two right classes, one has none and does not count."""
     names = [f"n{i:08}" for i in range(1000)]
     paths = [f"n/ILSVRC2012_val_{i:08}.JPEG" for i in (3, 1, 2)]
-    result = predicted(names, paths, [7, 4, 9], [[7, 1], [5, 1], [9, 1]])
+    result = predicted(names, paths, [7, 4, 9], [[7, 1], [5, 4], [9, 1]])
     (tmp_path / "real.json").write_text("[[4, 5], [], [8]]")
     assert figures.real_accuracy(result, tmp_path / "real.json").value == 50.0
+    summary = figures.summary(result)
+    assert (summary["top-1 (%)"].value, summary["top-5 (%)"].value) == (pytest.approx(200 / 3), 100)
