@@ -18,6 +18,7 @@ from batches import noise_index
 from bench import steps
 from conftest import ROOT, python
 from gpu_report import Part
+from joined import Job, run_jobs
 from nodes import need
 from running import STAND_IN, Running, eventually, wait_for_group
 
@@ -97,8 +98,16 @@ def test_ratios_are_medians_over_the_rounds_to_the_first_case(monkeypatch, cuda,
     assert (rows[1]["CPU ms per image"], rows[1]["host ms"]) == ("100.0", "-")
 
 
+def test_the_steps_of_this_suite_in_two_processes(tmp_path):
+    line = ("imagenet_ddp", *SMALL, "--accum-steps", "2")
+    run_jobs([Job("scripts/bench/time_step", line, env={"PYTHONPATH": STAND_IN})], tmp_path)
+    figures = json.loads((tmp_path / "job0_rank0").read_text().splitlines()[-1])
+    rate = figures["images_per_s"] * figures["ms_per_step"]
+    assert rate == pytest.approx(1000 * 2 * 2 * 4)
+    assert all(figures[part] > 0 for part in ("compute_s", "communication_s", "cpu_ms_per_step"))
+
+
 def test_the_steps_of_a_usual_loop():
-    """Those of this suite: test_commands."""
     line = ("--rounds", "1", "--threads", "1", "--cases", "examples")
     done = python("scripts/bench_step.py", *SMALL, *line, PYTHONPATH=STAND_IN)
     assert done.code == 0, done.err
