@@ -94,14 +94,16 @@ def test_best_pt_has_the_averages_where_they_are_better(tmp_path):
 def test_the_better_one_counts():
     """By accuracy or by loss; of equal ones the first."""
     epochs = [  # top-1 and loss of the model, and of the averaged weights
+        (0, 2.0, 0, 1.5),
         (50, 0.9, 55, 0.8),
         (55, 0.8, 20, 1.0),
         (60, 1.0, 60, 0.5),
         (61, math.nan, 61, math.nan),
     ]
+    start = [(True, 55, 0.8, 1), (False, 55, 0.8, 1)]
     bests = {
-        "top1": [(True, 55, 0.8, 1), (False, 55, 0.8, 1), (True, 60, 1.0, 0), (True, 61, None, 0)],
-        "loss": [(True, 55, 0.8, 1), (False, 55, 0.8, 1), (True, 60, 0.5, 1), (False, 60, 0.5, 1)],
+        "top1": [(True, 0, 2.0, 0), *start, (True, 60, 1.0, 0), (True, 61, None, 0)],
+        "loss": [(True, 0, 1.5, 1), *start, (True, 60, 0.5, 1), (False, 60, 0.5, 1)],
     }
     for best_by, expected in bests.items():
         state = averaged()

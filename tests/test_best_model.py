@@ -36,9 +36,8 @@ FAMILIES = {
     "inception_v3": 75,
     "maxvit_t": 224,
 }
-FEW = ("googlenet", "shufflenet_v2_x0_5")  # small ones; the others take minutes
-FAMILY_NAMES = [
-    pytest.param(name, marks=() if name in FEW else pytest.mark.long) for name in FAMILIES
+FAMILY_NAMES = [  # the others take minutes
+    pytest.param(name, marks=() if name == "googlenet" else pytest.mark.long) for name in FAMILIES
 ]
 
 

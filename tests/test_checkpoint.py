@@ -101,12 +101,13 @@ def test_position_moves_to_another_global_batch(tmp_path):
         resumed(tmp_path, ours(), batch=80)
 
 
-def test_a_restart_on_other_nodes_counts_each_image_once(tmp_path, monkeypatch):
+def test_a_restart_on_other_nodes_counts_each_image_once(tmp_path, monkeypatch, logged):
     """It continues at the step before; sums of the epoch and of the last line keep their means."""
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
     before = replace(trained(), printed=[3.0, 2.0, 1.0, 96.0])
     state, _ = resumed(tmp_path, ours(before), batch=25)
     assert state.step == 7  # of 192 images 175
+    assert "so 17 images of this epoch are repeated, from step 7 on" in logged[0]
     for now, then in ((state.sums, before.sums), (state.printed, before.printed)):
         assert now == pytest.approx([value * 175 / 192 for value in then])
 

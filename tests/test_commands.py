@@ -160,30 +160,35 @@ def test_timm_is_imported_for_its_own_models_alone(parse, folder, monkeypatch):
 
 # A new option replaces an old one, or its commit says who needs it: people read all of them.
 EVERYWHERE = """
-    accum-steps activation-checkpointing arch audit auto-augment batch-size best-by betas
-    channels-last classes clip-grad compile crop-scale cutmix dummy ema epochs evaluate
-    find-batch freeze global-batch help help-all image-size label-smoothing learning-rate
-    lr-scaling lr-schedule max-bad-files mixup momentum name optimizer output-dir part
-    pretrained print-freq profile progressive random-erasing recipe resume seed snapshot-minutes
-    spot-notice start-epoch store target-top1 tracker train-time val-image-size val-resize-size
-    warmup-epochs wd-norm weight-decay workers"""
-NODES = " dist-backend dist-timeout dist-url gpus local-rank node-rank nodes sync-bn"
+    accum-steps=1 activation-checkpointing arch=resnet18 audit auto-augment batch-size=128
+    best-by=top1 betas=0.9,0.999 channels-last=True classes clip-grad compile crop-scale=0.08 cutmix
+    dummy ema epochs=90 evaluate find-batch freeze global-batch help help-all image-size
+    label-smoothing learning-rate lr-scaling=none lr-schedule=step max-bad-files=100 mixup momentum
+    name optimizer=sgd output-dir=runs part=val pretrained print-freq=10 profile progressive
+    random-erasing recipe resume seed snapshot-minutes=10.0 spot-notice start-epoch store
+    target-top1 tracker train-time val-image-size val-resize-size warmup-epochs wd-norm
+    weight-decay workers"""
+NODES = " dist-backend dist-timeout=300.0 dist-url gpus local-rank node-rank nodes sync-bn"
 OPTIONS = {
-    "nd": "amp",
-    "dp": "amp",
-    "ddp": "amp comm" + NODES,
-    "fsdp": "amp reshard" + NODES,
-    "ddp_apex": "amp-impl keep-batchnorm-fp32 loss-scale opt-level" + NODES,
+    "nd": "amp=auto",
+    "dp": "amp=auto",
+    "ddp": "amp=auto comm=fp32" + NODES,
+    "fsdp": "amp=auto reshard=full" + NODES,
+    "ddp_apex": "amp-impl=auto keep-batchnorm-fp32 loss-scale opt-level=O2" + NODES,
 }
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_options_keep_their_names(mode):
+def test_options_keep_their_names_and_defaults(mode):
     parser = importlib.import_module(f"imagenet_{mode}").parser()
     names = {name.removeprefix("--") for name in parser.option_names}
-    assert {*EVERYWHERE.split(), *OPTIONS[mode].split()} <= names
-    values = vars(parser.parse_args(["DATA"])).keys() - {"local_rank"}
-    assert values <= Options.__annotations__.keys(), "Options is the typed record of all"
+    expected = [word.partition("=") for word in (EVERYWHERE + " " + OPTIONS[mode]).split()]
+    assert {name for name, _, _ in expected} <= names
+    values = vars(parser.parse_args(["DATA"]))
+    usual = {key: str(x) for key, x in values.items() if x and key not in ("data", "workers")}
+    assert usual == {name.replace("-", "_"): x for name, _, x in expected if x}
+    kept = values.keys() - {"local_rank"}
+    assert kept <= Options.__annotations__.keys(), "Options is the typed record of all"
 
 
 # ---- several processes

@@ -59,6 +59,15 @@ def attempt(*words: object) -> Result:
         ("ddp --dist-timeout=0", "0 is not at least 1"),
         ("ddp --opt-level O2", "--opt-level is an option of imagenet_ddp_apex.py"),
         ("nd -g 2", "-g is an option of imagenet_ddp.py"),
+        ("nd --optimizer nesterov --momentum 0", "needs a --momentum"),
+        ("nd --betas 0.9", "argument --betas"),
+        ("nd --betas 0.9,1", "argument --betas"),
+        ("nd --global-batch 7 --accum-steps 2", "sets the accumulation steps itself: leave out"),
+        ("ddp --global-batch 0", "0 is not at least 1"),
+        ("ddp --comm int7", "invalid choice: 'int7'"),
+        ("ddp --comm auto", "--comm auto was removed: `python scripts/bench_network.py"),
+        ("ddp --comm powersgd:4", "--comm powersgd was removed: --comm int4"),
+        ("ddp_apex --optimizer adamw --opt-level O3", "--opt-level O2 keeps float32 masters"),
     ],
 )
 def test_options_that_cannot_be(folder, parse, capsys, monkeypatch, line, named):

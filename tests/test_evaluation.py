@@ -56,13 +56,14 @@ def test_odd_images_are_good_images_and_unreadable_ones_are_named(tmp_path):
     bad = [data / part / "class_1" / "001.JPEG" for part in ("train", "val")]
     bad[0].write_bytes(bad[0].read_bytes()[:300])
     bad[1].write_bytes(b"")
-    options = ("-a", "tiny_plain", "-b", "19", "-j", "0", "--epochs", "2", "--max-bad-files", "1")
+    options = ("-a", "tiny_plain", "-b", "11", "-j", "0", "--epochs", "2", "--max-bad-files", "1")
     options += ("--ema", "0.9", "--output-dir", tmp_path, "--name", "odd")
-    done = train("imagenet_nd.py", *options, data)
+    done = train("imagenet_ddp.py", *options, data, processes=2)
     assert f"{3 * (6 + len(ODD))} images in 3 classes" in done.out
     results = summary(tmp_path / "odd")
     assert (results["val_images"], results["val_unreadable"]) == (3 * (4 + len(ODD)) - 1, 1)
     assert results["val_ema_loss"] != results["val_loss"]  # of other weights
+    assert results["best_weights"] == torch.load(tmp_path / "odd/best.pt")["weights"]
     assert scalars(tmp_path / "odd")["IO/bad_files"] == [(1, 1), (2, 1)]
     assert done.out.count("unreadable image ") == 2, "once each, not in every epoch"
     assert all(f"unreadable image {path}" in done.out for path in bad)

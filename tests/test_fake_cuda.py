@@ -13,6 +13,7 @@ from fake_cuda import can_simulate
 from fake_runs import run
 from running import snapshot
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 pytestmark = pytest.mark.skipif(not can_simulate(), reason="needs Linux on x86-64 or aarch64")
 
@@ -23,8 +24,8 @@ LINES = (
     f"{ND} {EVERYTHING}",
     f"{DP} --optimizer adamw --mixup 0.2 --cutmix 1 --ema 0.9",
     f"{DDP} --sync-bn {EVERYTHING}",
-    f"{O2} --clip-grad 1 --mixup 0.2",
-    f"{FSDP} --reshard node {EVERYTHING}",
+    f"{O2} --sync-bn --clip-grad 1 --mixup 0.2",
+    f"{FSDP} --sync-bn --reshard node {EVERYTHING}",
 )
 
 
@@ -42,7 +43,16 @@ def train(data, tmp_path):
 
 @pytest.mark.parametrize("line", LINES)
 def test_the_host_waits_for_no_step_and_a_run_continues(train, line):
+    seen, watched = set(), (nn.SyncBatchNorm, nn.DataParallel)  # in training, and in evaluation
+
+    def see(module, *_):
+        seen.update((kind, torch.is_grad_enabled()) for kind in watched if isinstance(module, kind))
+
+    hook = register_module_forward_pre_hook(see)
     train(*line.split())
+    hook.remove()
+    kinds = [nn.SyncBatchNorm] * ("--sync-bn" in line) + [nn.DataParallel] * line.startswith(DP)
+    assert seen == {(kind, trains) for kind in kinds for trains in (True, False)}
     folder = train(*line.split(), "--epochs", 2, "--resume", "auto")
     facts, saved = summary(folder), snapshot(folder)
     assert (facts["device"], saved["progress"]["epoch"], facts["epochs_done"]) == ("cuda", 2, 2)

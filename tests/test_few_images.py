@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+from compare import runs
 from conftest import SMALL, draw_folder, summary
 from joined import Job, run_jobs
 
@@ -33,8 +34,11 @@ def test_sets_smaller_than_a_batch_of_all_ranks_are_trained_resumed_and_evaluate
     evaluate = (*line, "-e", "--part", "test", "--name", "evaluated")
     evaluate += ("--resume", tmp_path / "run/best.pt")
     script = f"imagenet_{script}"
-    jobs = [Job(script, train, processes, stop_after=1), Job(script, train, processes)]
-    run_jobs([*jobs, Job(script, evaluate, processes)], tmp_path)
+    run_jobs([Job(script, train, processes, stop_after=1)], tmp_path)
+    assert summary(tmp_path / "run").get("test_top1") is None, "an interrupted run ends at once"
+    assert [run.state for run in runs.find(tmp_path / "run")] == ["stopped"]
+    run_jobs([Job(script, line, processes) for line in (train, evaluate)], tmp_path)
+    assert [run.state for run in runs.find(tmp_path / "run")] == ["finished"]
     trained, evaluated = summary(tmp_path / "run"), summary(tmp_path / "evaluated")
     assert (trained["epochs_done"], trained["finished_because"]) == (2, "epochs")
     assert trained["val_images"] == trained["test_images"] == evaluated["test_images"] == images

@@ -8,7 +8,7 @@ from conftest import scalars
 from joined import Job, run_jobs
 from running import assert_same_weights, snapshot
 
-from utils.start.errors import INTERRUPTED, UserError
+from utils.start.errors import INTERRUPTED
 
 # 60 images in steps of 7, which neither 2, 3 nor 4 divide; without batch norm.
 RECIPE = split("-a tiny_plain --image-size 32 -j 0 --epochs 2 -p 2 --lr 3 --lr-scaling linear")
@@ -55,20 +55,6 @@ def test_the_training_is_that_of_one_process(runs, name):
         assert [x for x, _ in two[tag]] == [x for x, _ in one[tag]] == [1, 2]
         values = [[value for _, value in x[tag]] for x in (one, two)]
         assert values[1] == pytest.approx(values[0], rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("imagenet_nd --accum-steps 2", "sets the accumulation steps itself: leave out --accum"),
-        ("imagenet_ddp --global-batch 0", "0 is not at least 1"),
-    ],
-)
-def test_what_contradicts_it(parse, folder, capsys, line, message):
-    script, *words = line.split()
-    with pytest.raises((UserError, SystemExit)) as error:
-        parse(script, "--global-batch", 7, *words, folder)
-    assert message in str(error.value) + capsys.readouterr().err
 
 
 def test_too_few_images_for_all_processes(folder, tmp_path):

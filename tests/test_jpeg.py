@@ -4,8 +4,6 @@ import os
 import random
 import sys
 import zlib
-from types import SimpleNamespace
-from unittest import mock
 
 import build_region_decode
 import numpy as np
@@ -15,10 +13,9 @@ from batches import encode, noise_index, picture
 from conftest import Result, python
 from test_images import ODD
 
-from utils import advice
 from utils.data import images as im
 from utils.data import region_decode as part_of
-from utils.data.images import ImageBatches, Reading
+from utils.data.images import ImageBatches
 from utils.data.samplers import Batch
 from utils.start.errors import UserError
 
@@ -192,13 +189,3 @@ def test_what_is_missing_is_reported(not_built, monkeypatch, capsys):
     assert build_region_decode.main(["--if-missing"]) == 0, "the set-up goes on without it"
     (note,) = capsys.readouterr().out.splitlines()
     assert note.startswith("note: ") and "no C compiler no-such-cc: apt install gcc" in note
-
-
-def test_a_run_that_waits_for_decoding_gets_advice(not_built, logged):
-    session = mock.MagicMock(args=SimpleNamespace(workers=1, data="photos"))
-    session.train.reading = Reading(10, 800_000, 0.1, 1.0)
-    session.train.bad.source = SimpleNamespace(path=lambda image: "x.JPEG")
-    advice.bottleneck(session, {"IO/wait_share": 0.05})
-    assert not logged
-    advice.bottleneck(session, {"IO/wait_share": 0.5})
-    assert "build_region_decode.py" in logged[1] and "prepare_data.py shrink photos" in logged[1]

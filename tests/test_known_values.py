@@ -1,5 +1,6 @@
 """What all modes share, against values that are known, as no comparison of modes would show."""
 
+import re
 import shutil
 from pathlib import Path
 from shlex import split
@@ -39,11 +40,12 @@ def runs(folder, tmp_path_factory) -> Path:
 
     env = {"SEEN_SEEDS": str(seeds), "CLOCK_JUMPS_IN": "1"}
     first = [
-        job(ND, "mixed", f"{ONE} --mixup 1"),
-        job(ND, "unmixed", f"{ONE} --mixup 0"),
         job(APEX, "clipped", f"{O2} 0.1 --clip-grad 1e-9"),
-        job(APEX, "kept", f"{O2} 1e-12"),
-        job(DDP, "int8", f"{SAME} --comm int8 -b 4 --epochs 2", same, processes=2),
+        job(APEX, "kept", f"{O2} 1e-12 --loss-scale 512"),
+        *(
+            job(DDP, "int8", f"{SAME} --comm int8 -b 4 --epochs {n}", same, processes=2)
+            for n in (1, 2)
+        ),
         job(DDP, "shared", SHARED, nodes=2, env=env),
     ]
     run_jobs(first, root)
@@ -107,11 +109,9 @@ def test_random_numbers_differ_between_processes_micro_batches_steps_and_epochs(
 
 def test_speed_is_of_all_nodes_and_the_clock_that_counts_is_of_rank_0(runs):
     """That of rank 1 is an hour ahead, and half an hour may be trained."""
-    curves = scalars(runs / "shared")
-    for (_, images), (_, seconds) in zip(
-        curves["Throughput/train"], curves["Time/train"], strict=True
-    ):
-        assert images * seconds == pytest.approx(20, rel=1e-4)
+    log = (runs / "shared/train.log").read_text()
+    for images, seconds in re.findall(r"images/s (\S+)  s/step (\S+)", log):
+        assert float(images) * float(seconds) == pytest.approx(20, rel=0.2)  # of rounded numbers
     results = summary(runs / "shared")
     assert (results["finished_because"], results["nodes"]) == ("epochs", 2)
 
@@ -122,14 +122,11 @@ def test_the_best_model_is_on_disk_before_a_snapshot_speaks_of_it(runs):
     assert (run / "best.pt").stat().st_mtime_ns < named.stat().st_mtime_ns
 
 
-def test_mixed_images_train_another_model(runs):
-    mixed, unmixed = (snapshot(runs / name)["model"] for name in ("mixed", "unmixed"))
-    assert not near(mixed.values(), unmixed.values(), 1e-5)
-
-
 def test_o2_clips_the_gradients_that_its_optimiser_takes(runs):
     clipped, kept = (snapshot(runs / name)["model"] for name in ("clipped", "kept"))
     assert near(clipped.values(), kept.values(), 1e-7)
+    scales = [snapshot(runs / name)["scaler"]["scale"] for name in ("clipped", "kept")]
+    assert scales == [2.0**16, 512.0], "that of the level, and that of the command line"
 
 
 def test_the_steps_since_an_overflow_count_on_with_another_scaler(runs):
@@ -137,7 +134,8 @@ def test_the_steps_since_an_overflow_count_on_with_another_scaler(runs):
 
 
 def test_int8_rounds_by_other_random_numbers_in_each_epoch(runs):
-    """The gradient is the same in both: by equal numbers the momentum would become 1.9 of it."""
+    """Also after a resume. By equal numbers the momentum would become 1.9 of the gradient, which is
+    the same in both."""
     first, second = (momentum(runs / "int8", f"snapshot{x}.pt") for x in ("_previous", ""))
     step = max(float(one.abs().max()) for one in first) / 127
     assert near([1.9 * one for one in first], second, 4 * step)

@@ -66,6 +66,7 @@ def session(images: int = 10**6, values: int = 0, **changes: Any) -> SimpleNames
         # 10 GiB are free or ours already: 9.2 without the margin's share.
         ((0.2, 0.042), {}, 208),  # 0.2 + 0.042 * 208 = 8.94; 216 would take 9.27, less than 10
         ((0.2, 0.042), {"images": 100, "accum_steps": 2}, 56),  # the data set has no more
+        ((0.2, 0.042), {"global_batch": 100, "images": 999}, 104),  # in steps of 8
         ((0.2, 0.042, 150), {}, 144),  # fails earlier than it should
         # The optimiser's state and the average take 3.07 GiB, or all three 4.6.
         ((0.2, 0.042), {"values": THIRD}, 136),
@@ -86,7 +87,7 @@ def test_the_memory_is_filled_but_for_the_margin(monkeypatch, memory, changes, e
     assert how.endswith("no more images") == ("images" in changes)
     assert len(set(gpu.tried)) <= 9
     # The second micro-batch of a step finds gradients.
-    assert gpu.tried.count(expected) == changes.get("accum_steps", 1)
+    assert gpu.tried.count(expected) == 1 + bool({"accum_steps", "global_batch"} & {*changes})
 
 
 def test_the_fullest_gpu_of_all_processes_decides(monkeypatch):
@@ -102,6 +103,15 @@ def test_the_fullest_gpu_of_all_processes_decides(monkeypatch):
     how = "takes about 4.73 of 5.43 GiB on poor, which has the least memory"
     gpu = StandInGpu(monkeypatch, 0.2, 0.042)
     assert find_batch.search(session(), gpu.step, 8) == (96, 1, how)
+
+
+def test_data_parallel_prints_the_share_of_a_gpu(monkeypatch, capsys):
+    """Both GPUs hold half of the images."""
+    gpu, one = StandInGpu(monkeypatch, 0.2, 0.021), session()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    one.run.mode, one.train.dataset, one.args.arch = "dp", SimpleNamespace(size=8), "x"
+    assert find_batch.find(one, gpu.step) == 0
+    assert capsys.readouterr().out == "largest batch per GPU: 208\n"
 
 
 def test_each_trial_is_a_micro_batch_without_gradients_of_the_last_one(monkeypatch):

@@ -2,6 +2,8 @@
 
 import json
 from contextlib import closing
+from types import SimpleNamespace
+from unittest import mock
 
 import event_files
 import pytest
@@ -9,9 +11,11 @@ import torch
 from conftest import summary, train
 from test_monitor import GPU, monitor
 
+from utils import report
 from utils.model import flops
 from utils.run import ledger
 from utils.run.ledger import EnergyMeter, Entry, Ledger
+from utils.session import Training
 from utils.start.world import World
 
 
@@ -42,12 +46,12 @@ def test_energy_of_all_ranks(monkeypatch):
     for name in ("utilization", "temperature", "device_memory_used", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda _: 1)
     monkeypatch.setattr("utils.monitor.SECONDS", 1e6)
-    monkeypatch.setattr("utils.monitor.gather", lambda mine, _: [mine, (*mine[:-1], 5000.0)])
+    monkeypatch.setattr("utils.monitor.gather", lambda mine, _: [mine, (*mine[:2], 40.0, 5000.0)])
     with closing(monitor(World(GPU, size=1))) as one:
         one.world = World(GPU, size=2)
         one.sample()
         clock.now = 10.0
-        one.end_epoch()
+        assert one.end_epoch()["busy"] == 40.0, "the other GPU, as this one has few samples"
         assert one.joules() == 10 * 100 + 5000
         clock.now = 13.0
         one.sample()
@@ -109,6 +113,19 @@ def test_the_models_share_of_the_peak():
     assert flops.peak("Tesla V100-SXM2-16GB", "bf16") == 125e12
     assert flops.peak("GeForce", "fp16") is None
     assert flops.utilisation(4e9, 1000.0, 4, 100e12) == pytest.approx(0.03)
+
+
+def test_gpus_of_data_parallel_are_all_of_the_machine(monkeypatch):
+    """Its one process does not measure the energy of the others."""
+    for gpus, joules in ((4, None), (1, 5.0)):
+        training = mock.MagicMock(began=(0, 0), world=World(GPU))
+        training.ledger.entry.gpus, training.monitor.joules.return_value = gpus, 5.0
+        Training.write_ledger(training)
+        assert training.ledger.write.call_args.args[1] == joules
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    for mode, device, gpus in (("dp", GPU, 4), ("dp", torch.device("cpu"), 1), ("ddp", GPU, 1)):
+        session = SimpleNamespace(world=World(device), run=SimpleNamespace(mode=mode))
+        assert report.gpu_count(session) == gpus
 
 
 def test_a_comparison_shows_what_runs_have_used(tmp_path):

@@ -79,19 +79,24 @@ def test_a_step_is_the_same_in_all_modes_and_however_its_batch_is_divided(runs, 
         assert sorted(ours[tag]) == near, tag  # two files of one second may be read in any order
     assert_same_weights(runs / way, runs / whole, tolerance)
     facts, images = summary(runs / way), 40 if whole == "few" else 10
+    for (_, rate), (_, step) in zip(ours["Throughput/train"], ours["Time/train"], strict=True):
+        assert rate * step == pytest.approx(images, rel=1e-4)  # of all processes, resumed or not
     assert (facts["global_batch"], facts["world_size"], facts["nodes"]) == (images, processes, 1)
     if whole == "few":  # all images are one step, also for the learning rate
         assert theirs["Lr"][-1][1] == pytest.approx(0.05 * 40 / 256)
     log = (runs / way / "train.log").read_text()
     assert f"global batch {images} " in log
+    assert ("the whole data set is one step" in log) == (whole == "few")
     assert re.findall(r"epoch (\d), step \d+", log) == ["1"] * (stop > 0)
 
 
 @pytest.mark.parametrize("way", HALF)
 def test_a_loss_scale_changes_no_clipped_gradient(runs, way):
-    ours, theirs = (scalars(runs / name)["Loss/train"] for name in (way, "nd"))
-    assert ours == [(x, pytest.approx(y, rel=1e-2)) for x, y in theirs]
-    assert scalars(runs / way)["Amp/scale"][-1][1] > 1
+    ours, theirs = (scalars(runs / name) for name in (way, "nd"))
+    assert ours["Loss/train"] == [(x, pytest.approx(y, rel=1e-2)) for x, y in theirs["Loss/train"]]
+    assert ours["Amp/scale"][-1][1] > 1
+    # Evaluated in float16, too: rounded alike in all modes.
+    assert ours["Loss/val"] == scalars(runs / "nd_fp16")["Loss/val"] != theirs["Loss/val"]
 
 
 def test_training_learns_the_classes(folder, tmp_path):
@@ -125,13 +130,3 @@ def test_a_script_differs_from_nd_by_its_mode_alone(script):
     assert 0 < signs.count("-") <= 24
     assert 0 < signs.count("+") <= 45
     assert loop_of(script) == loop_of(SCRIPTS[0])
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_script_is_a_short_lesson(script):
-    text = (ROOT / script).read_text()
-    assert len(text.splitlines()) <= 160
-    step = text.partition("    def train_step(")[2].partition("    def predict(")[0]
-    assert ".backward()" in step
-    assert re.search(r"(scaler\.step\(optimizer\)|optimizer\.step\(\))", step)
-    assert len(loop_of(script)) <= 6

@@ -156,6 +156,7 @@ def test_it_doubles_after_2000_clean_steps_in_a_row_and_halves(scale, clean, gra
 
 def test_each_skipped_step_is_reported_once_until_the_scale_is_lost(logged):
     scaler, fixed = LossScaler(CPU), LossScaler(CPU, 8.0, reports=False)
+    fixed.load_state_dict({"scale": 4.0, "clean_steps": 0, "skipped": 0})  # it stays 8
     moves(scaler, GOOD, BAD, GOOD, BAD)
     start = "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to "
     assert logged == [start + value for value in ("32768.0", "16384.0")]

@@ -1,7 +1,7 @@
 """How images become a model's input: sizes of the command line, of a checkpoint, of each epoch."""
 
 import json
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 
 import pytest
 import torch
@@ -111,15 +111,16 @@ def test_omitted_sizes_come_from_the_checkpoint_before_the_precision_is_chosen(
     monkeypatch.setattr(amp, "has_amx", lambda: True)
     saved = IMAGENET.resized(64, None).as_dict()
     torch.save({"preprocessing": saved}, tmp_path / "best.pt")
-    for words, size, dtype in (
-        ("", 64, None),
-        ("--image-size 224", 224, torch.bfloat16),
-        ("--val-image-size 96", 64, None),
+    for words, size, crop, dtype in (
+        ("", 64, 64, None),
+        ("--image-size 224", 224, 224, torch.bfloat16),
+        ("--val-image-size 96", 64, 96, None),
     ):
         line = ("-e", "--resume", tmp_path / "best.pt", *words.split(), folder)
         options, world = Options(**parse("imagenet_nd", *line)), World(torch.device("cpu"))
         args = loop.with_checkpoint_sizes(options, world)
-        assert (args.image_size, args.preprocessing.image_size) == (size, size)
+        how = args.preprocessing
+        assert (args.image_size, how.image_size, how.crop) == (size, size, crop)
         assert amp.autocast_dtype(args, world) is dtype
 
 
@@ -157,6 +158,12 @@ def test_evaluation_uses_the_preprocessing_of_training(folder, tmp_path):
 def test_sizes(text, epochs, sizes):
     assert progressive.check(text) == text
     assert progressive.sizes(text, epochs) == sizes
+
+
+@pytest.mark.parametrize("text", ["192:160", "160:160", "0:32", "160:", "32,0", "x"])
+def test_what_is_no_sizes_is_refused(text):
+    with pytest.raises(ArgumentTypeError, match="neither FROM:TO"):
+        progressive.check(text)
 
 
 def test_an_epochs_batches_are_those_of_a_data_set_of_its_size(tmp_path):

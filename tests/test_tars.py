@@ -443,8 +443,8 @@ CASES = {
     "tgz": ({"train.tgz": b""}, r"train\.tgz is compressed.*: run `gunzip .*\.tgz` first"),
     "missing": ({}, r"train is missing: DATA must hold .* or train\.tar"),
     "missing shard": (
-        {SHARD.format(i): WHOLE for i in ("000", "002")},
-        r"x-001-of-003\.tar is missing \(one of 3 tar files\)",
+        {SHARD.format(i): WHOLE for i in ("000", "001")},
+        r"x-002-of-003\.tar is missing \(one of 3 tar files\)",
     ),
     "class twice": (
         {"train.tar": WHOLE, "classes.txt": b"crane\na\ncrane\n"},
