@@ -1,16 +1,13 @@
 """The index of an image folder, its cache, and the choice of classes."""
 
 import os
-import time
 from unittest import mock
 
-import numpy as np
 import pytest
 
 from utils.data import classes, list_cache
 from utils.data.folder import open_folder
 from utils.data.opening import class_folders
-from utils.data.sources import Archive, Index
 from utils.start.errors import UserError
 
 
@@ -131,23 +128,6 @@ def test_select_classes(tmp_path, choice, expected):
     with pytest.raises(UserError, match=r"--classes .*(there are 4|not a class folder)") as error:
         classes.select(choice, FOLDERS)
     assert str(error.value).isprintable()
-
-
-def test_the_21841_classes_of_imagenet_21k_take_no_time(tmp_path):
-    """Lists that are searched for each class would take 4 to 10 s each."""
-    names = [f"n{number:08d}" for number in range(21841)]
-    index = Index(
-        [],
-        names,
-        [1] * len(names),
-        b"".join(b"%s/1.jpg\0" % n.encode() for n in names),
-        np.zeros(len(names), [("offset", "<i8"), ("bytes", "<i8")]),
-        np.zeros(len(names), int),
-    )
-    began = time.process_time()
-    assert classes.select(",".join(names), names) == names
-    assert len(Archive(tmp_path, names, index)) == len(names)
-    assert time.process_time() - began < 2
 
 
 # ---- the cache

@@ -1,6 +1,7 @@
 """The parts of a step, read late; GPU and CPU; printed lines; what limits a run."""
 
 import itertools
+import json
 import math
 import re
 import signal
@@ -26,6 +27,7 @@ from utils.data.images import Reading
 from utils.monitor import Monitor, StepTimer, StepTimes, tensor_bytes
 from utils.start.errors import INTERRUPTED
 from utils.start.world import World
+from utils.status import Status
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -142,10 +144,8 @@ def test_curves_summary_and_trace_of_two_processes(folder, tmp_path):
         values = [value for _, value in points[f"Step/{part}_s"]]
         assert (len(values), min(values) > 0, results[f"{part}_s"] > 0) == (6, True, True)
         assert [x for x, _ in points[f"Time/{part}"]] == [1, 2]
-    for part, images in (("train", 10), ("val", 21 / 3)):
-        rates, seconds = points[f"Throughput/{part}"], points[f"Time/{part}"]
-        for (_, rate), (_, step) in zip(rates, seconds, strict=True):
-            assert rate * step == pytest.approx(images, rel=1e-3)
+    for (_, rate), (_, step) in zip(points["Throughput/val"], points["Time/val"], strict=True):
+        assert rate * step == pytest.approx(21 / 3, rel=1e-3)
     assert [x for x, _ in points["CPU/utilisation_max"]] == [1, 2]
     assert not [tag for tag in points if "_rank" in tag]
     low, mean, high = (results["hardware"][f"CPU/memory_gb_{of}"] for of in ("min", "mean", "max"))
@@ -298,6 +298,16 @@ def test_masters_count_as_memory_of_the_optimiser():
     )
     assert sizes["optimizer"] == moments + masters
     assert sizes["gradients"] == sum(p.nbytes for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize(("more", "seconds"), [({"own": 0.3}, 0.3), ({}, 0.5)])
+def test_the_status_of_a_process_is_its_own_compute(tmp_path, more, seconds):
+    """Not the wait for others, by which all would look equally slow."""
+    state, args = SimpleNamespace(epoch=0, step=3), SimpleNamespace(arch="x", epochs=2)
+    status = Status(state, args, World(CPU), "ddp", tmp_path)
+    status.folder, status.path = tmp_path, tmp_path / "status.json"
+    status.show("training", parts={"data": 0.1, "compute": 0.5, **more})
+    assert json.loads(status.path.read_text())["compute_seconds"] == seconds
 
 
 def monitor(world):

@@ -249,11 +249,6 @@ GOLDEN = [
 ]
 
 
-def test_an_unknown_schedule_is_an_error():
-    with pytest.raises(ValueError, match="no learning-rate schedule 'linaer'"):
-        learning_rate(1, lr=0.1, epochs=2, schedule="linaer")
-
-
 @pytest.mark.parametrize(("options", "expected"), GOLDEN, ids=range(len(GOLDEN)))
 def test_golden_values(options, expected):
     for position, rate in expected:

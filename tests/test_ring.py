@@ -13,8 +13,11 @@ import torch
 from batches import SEED, SIZE, batches_of, fetch, noise_index
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import signal_handling
+from torchvision.transforms.v2.functional import normalize
 
-from utils.data.images import ImageBatches, Reading
+from utils.data.being_read import BeingRead
+from utils.data.images import ImageBatches
+from utils.data.preprocessing import IMAGENET
 from utils.data.ring import Ring
 from utils.data.samplers import Batch, TrainSampler
 from utils.data.sources import Source
@@ -42,13 +45,15 @@ def plain(index):
 
 def assert_same(got, expected):
     for batch, other in zip(got, expected, strict=True):
-        assert all(map(torch.equal, batch, other))
+        torch.testing.assert_close([*batch], [*other], rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_consumer_may_keep_batches_leave_and_begin_again(index, workers):
     batches, kept = batches_of(index, sampler(), workers), []
-    expected = [(batches._normalise(images), targets) for images, targets in plain(index)]
+    how = (IMAGENET.mean, IMAGENET.std)
+    shown = ((images.permute(0, 3, 1, 2) / 255, targets) for images, targets in plain(index))
+    expected = [(normalize(images, *how), targets) for images, targets in shown]
     assert len(sampler()) > len(batches.loader.ring.uploads)
     for taken in (1, 2, 7):
         kept += zip(batches, expected[:taken], strict=False)
@@ -70,25 +75,6 @@ def test_a_worker_killed_while_it_fills_a_slot_is_named(index):
     batches.loader.ring.dataset = Deadly(index, SIZE, SEED, train=True)
     with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid"):
         list(batches)
-
-
-class Deadly(Reading):
-    """Kills the process that passes it on."""
-
-    def __reduce__(self):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_worker_that_dies_while_it_hands_a_batch_over_is_named(index, monkeypatch):
-    fill = ImageBatches.fill
-
-    def fill_and_die(dataset, images, targets, batch):
-        reading = fill(dataset, images, targets, batch)
-        return Deadly() if get_worker_info() and 7 in batch.indices else reading
-
-    monkeypatch.setattr(ImageBatches, "fill", fill_and_die)
-    with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid"):
-        list(batches_of(index, sampler(), 2))
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
@@ -115,6 +101,16 @@ def test_a_process_that_exits_ends_its_workers():
     worker.terminate()
     worker.join(30)
     assert worker.exitcode == -signal.SIGKILL
+
+
+def test_each_worker_has_a_place_for_the_image_that_it_reads(monkeypatch):
+    reads = BeingRead(workers=3)
+    for number in (1, 2):
+        worker = SimpleNamespace(id=number)
+        monkeypatch.setattr("utils.data.being_read.get_worker_info", lambda worker=worker: worker)
+        with reads.batch():
+            reads.note(number)
+            assert reads.describe(str) == f"it is reading {number}"
 
 
 def ring_of(slots, batch, size) -> Ring:

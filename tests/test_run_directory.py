@@ -15,14 +15,13 @@ from unittest import mock
 import pytest
 import torch
 from conftest import draw_folder, python, scalars, summary, train
-from joined import in_processes
 from running import snapshot
 from test_best_model import evaluated
 from test_checkpoint import trained
 from torchvision.models import get_model
 
 from utils import epoch, loop, report
-from utils.run.run_directory import RunFolder, checkpoint_file, choose
+from utils.run.run_directory import Run, RunFolder, checkpoint_file, choose
 from utils.run.stopping import Reason
 from utils.start.option_types import Options
 from utils.start.world import World
@@ -107,15 +106,11 @@ def test_the_better_of_model_and_average_reaches_the_desired_accuracy(plain, ave
     assert asked == [Reason.DESIRED_ACC] * ends
 
 
-def waiting(rank: int, size: int) -> dict[str, float]:
-    """The input of an epoch of 10 s, in which rank 1 has waited for 9 s."""
-    train = SimpleNamespace(waited=9.0 * rank, reading=SimpleNamespace(bytes=10**6, files=10))
-    return epoch.input_record(train, 10.0, World(torch.device("cpu"), rank, size))
-
-
-def test_one_rank_that_waits_for_its_images_makes_all_wait():
-    for record in in_processes(2, waiting):
-        assert record == {"IO/wait_share": 0.9, "IO/read_mb_s": 0.2, "IO/files_s": 2.0}
+def test_one_rank_that_waits_for_its_images_makes_all_wait(monkeypatch):
+    monkeypatch.setattr(epoch, "gather", lambda mine, _: [mine, (9.0, 2 * 10**6, 30)])
+    train = SimpleNamespace(waited=1.0, reading=SimpleNamespace(bytes=10**6, files=10))
+    record = epoch.input_record(train, 10.0, World(torch.device("cpu"), 0, 2))
+    assert record == {"IO/wait_share": 0.9, "IO/read_mb_s": 0.3, "IO/files_s": 4.0}
 
 
 def test_curves_have_the_tags_of_older_runs_and_count_what_they_say(ran):
@@ -161,7 +156,11 @@ def test_the_time_left_is_that_of_the_epochs_or_of_the_limit():
         assert report.time_left(Options(epochs=5, train_time=limit), state) == left
 
 
-def test_values_that_are_missing_are_null_in_the_summary(tmp_path):
+def test_values_that_are_missing_are_null_in_the_summary_and_no_points(tmp_path):
+    sink = mock.Mock()
+    run = SimpleNamespace(folder=SimpleNamespace(sinks=[sink]))
+    Run.scalars(run, {"Lr": 0.1, "Time/train": math.nan}, 3)
+    sink.scalars.assert_called_once_with({"Lr": 0.1}, 3)
     RunFolder(tmp_path, None).write_summary({"val_loss": math.nan, "epochs_done": 2}, ())
     assert json.loads((tmp_path / "summary.json").read_text(), parse_constant=pytest.fail) == {
         "val_loss": None,

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import scalars, summary
-from joined import Job, in_processes, run_jobs
+from joined import Job, run_jobs
 from running import assert_same_weights, same, snapshot
 from torchvision.models import get_model
 
@@ -71,6 +70,9 @@ def test_two_processes_train_a_resnet_as_ddp_bit_for_bit(trained):
     assert summary(one)["val_images"] == summary(one)["test_images"] == 21
     assert "Time/communication" in theirs and "Time/communication" not in ours
     assert summary(one)["communication_s"] is None
+    for part in ("parameters", "gradients", "optimizer"):
+        tag = f"Memory/{part}_mb_max"
+        assert ours[tag][-1][1] < 0.6 * theirs[tag][-1][1], "a half of it"
     assert same(*(snapshot(run, "best.pt")["state_dict"] for run in (one, other)))
 
 
@@ -130,17 +132,6 @@ def test_bytes_that_travel(reshard, dtype, sent):
     args = SimpleNamespace(reshard=reshard)
     world = World(torch.device("cpu"), 0, 8, 0, 4, 2)
     assert fsdp.sent_bytes([torch.empty(10, 100)], args, world, getattr(torch, dtype)) == sent
-
-
-def holders(rank: int, size: int) -> list[int]:
-    """The ranks that share a copy of the model, on two nodes of two processes each."""
-    world = World(torch.device("cpu"), rank, size, rank % 2, 2, 2)
-    mesh = fsdp.mesh(SimpleNamespace(reshard="node", dist_timeout=60.0), world)
-    return dist.get_process_group_ranks(mesh.get_group("shard"))
-
-
-def test_each_node_holds_a_copy():
-    assert in_processes(4, holders) == [[0, 1], [0, 1], [2, 3], [2, 3]]
 
 
 @pytest.mark.parametrize(

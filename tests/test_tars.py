@@ -369,6 +369,13 @@ def test_keys_of_webdataset_end_at_the_first_dot(tmp_path):
     assert names(tmp_path) == ["00003/d.1/0001.left.jpg", "00004/0002.a.b.jpg"]
 
 
+def test_a_disk_that_returns_fewer_bytes_than_requested_is_read_on(tmp_path, monkeypatch):
+    data = put(tmp_path, {"train.tar": tar_bytes([("a/1.jpg", bytes(range(256)))])})
+    index, read = source(data), os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, into, at: read(file, [into[0][:100]], at))
+    assert index.read(0) == bytes(range(256))
+
+
 def test_duplicates_are_as_after_extraction(tmp_path):
     files = [("a/1.jpg", b"old"), ("b/2.jpg", b"other"), ("a/1.jpg", b"new")]
     data = put(tmp_path, {"train.tar": tar_bytes(files)})
