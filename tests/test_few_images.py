@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 from compare import runs
-from conftest import SMALL, draw_folder, summary
+from conftest import SMALL, draw_folder, scalars, summary
 from joined import Job, run_jobs
 
 # Script, processes, images in val and in test, and more options.
@@ -41,5 +41,8 @@ def test_sets_smaller_than_a_batch_of_all_ranks_are_trained_resumed_and_evaluate
     assert [run.state for run in runs.find(tmp_path / "run")] == ["finished"]
     trained, evaluated = summary(tmp_path / "run"), summary(tmp_path / "evaluated")
     assert (trained["epochs_done"], trained["finished_because"]) == (2, "epochs")
+    curves = scalars(tmp_path / "run")
+    losses = [loss for tag in ("Loss/val", "Loss/ema") for _, loss in curves[tag]]
+    assert trained["lowest_val_loss"] == pytest.approx(min(losses))
     assert trained["val_images"] == trained["test_images"] == evaluated["test_images"] == images
     assert evaluated["test_loss"] == pytest.approx(trained["test_loss"], rel=1e-5)
