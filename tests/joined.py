@@ -145,12 +145,16 @@ def _observed(path: str, stop: int) -> Iterator[None]:
     """Write to ``path`` what torch does meanwhile; at step ``stop`` send SIGTERM to this process.
 
     The bytes of parameters, gradients and optimiser state in the last step, those of parameters
-    ``at_end``, and for each micro-batch whether gradients are exchanged (``synced``).
+    ``after_forward`` and ``at_end``; for each micro-batch whether gradients are exchanged
+    (``synced``).
     """
     import torch
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
-    from torch.nn.modules.module import register_module_forward_pre_hook
+    from torch.nn.modules.module import (
+        register_module_forward_hook,
+        register_module_forward_pre_hook,
+    )
     from torch.nn.parallel import DistributedDataParallel
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -166,6 +170,10 @@ def _observed(path: str, stop: int) -> Iterator[None]:
             models.append(module)  # the whole one, which is called before its parts
         if isinstance(module, DistributedDataParallel) and module.training:
             seen["synced"].append(module.require_backward_grad_sync)
+
+    def see_end(module: Any, *_: Any) -> None:
+        if module.training and module in models[:1]:
+            seen["after_forward"] = bytes_of(module.parameters())
 
     def see_step(optimizer: Any, *_: Any) -> None:
         nonlocal steps
@@ -184,7 +192,7 @@ def _observed(path: str, stop: int) -> Iterator[None]:
         seen["synced"].append(sync)
         request_sync(model, sync)
 
-    hooks = [register_module_forward_pre_hook(see_forward)]
+    hooks = [register_module_forward_pre_hook(see_forward), register_module_forward_hook(see_end)]
     hooks += [register_optimizer_step_pre_hook(see_step)]
     try:
         with mock.patch.object(FSDPModule, "set_requires_gradient_sync", see_request):

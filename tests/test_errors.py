@@ -60,6 +60,8 @@ def attempt(*words: object) -> Result:
         ("ddp --opt-level O2", "--opt-level is an option of imagenet_ddp_apex.py"),
         ("nd -g 2", "-g is an option of imagenet_ddp.py"),
         ("nd --optimizer nesterov --momentum 0", "needs a --momentum"),
+        ("nd --progressive 192:160", "neither FROM:TO"),
+        ("nd --progressive 160,0", "neither FROM:TO"),
         ("nd --betas 0.9", "argument --betas"),
         ("nd --betas 0.9,1", "argument --betas"),
         ("nd --global-batch 7 --accum-steps 2", "sets the accumulation steps itself: leave out"),

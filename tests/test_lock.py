@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import logging
-import multiprocessing
 import signal
 import socket
 import time
@@ -111,23 +110,6 @@ def test_files_of_another_owner_stay(tmp_path):
     assert second.owner.read_text() == second.text and second.path.exists()
     assert not run_lock.Lock(tmp_path).poll()
     second.release()
-
-
-def test_a_process_that_is_forked_neither_keeps_nor_releases_the_lock(tmp_path):
-    """Such as a data loading worker, which may outlive a killed training for a moment."""
-    one = run_lock.Lock(tmp_path)
-    assert one.poll()
-    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
-    worker.start()
-    try:
-        assert not run_lock.Lock(tmp_path).poll()
-        one.release()
-        other = run_lock.Lock(tmp_path)
-        assert other.poll()
-        other.release()
-    finally:
-        worker.kill()
-        worker.join()
 
 
 def test_without_locks_in_the_file_system_one_line_warns(tmp_path, monkeypatch):

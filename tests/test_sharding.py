@@ -113,6 +113,8 @@ def test_each_process_holds_its_part(trained):
     for ranks, whole, parts in (*cases, (seen[f"{FSDP}_resnet"][0], resnet[0], 2)):
         # An evaluation lets go of what it has gathered, or training would go on with that.
         assert [mine["at_end"] for mine in ranks] == [mine["parameters"] for mine in ranks]
+        is_kept = whole is resnet[0]  # --reshard none keeps what was gathered until backward
+        assert {mine["after_forward"] == whole["parameters"] for mine in ranks} == {is_kept}
         for kind in ("parameters", "gradients", "optimizer"):
             assert sum(mine[kind] for mine in ranks) == whole[kind] * len(ranks) // parts
             for mine in ranks:  # rows that cannot be divided are the first processes'
