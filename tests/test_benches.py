@@ -16,11 +16,11 @@ import pytest
 import torch
 from batches import noise_index
 from bench import steps
-from conftest import ROOT, python
+from conftest import python
 from gpu_report import Part
 from joined import Job, run_jobs
 from nodes import need
-from running import STAND_IN, Running, eventually, wait_for_group
+from running import STAND_IN, wait_for_group
 
 from utils.start.errors import UserError
 from utils.start.world import World
@@ -69,15 +69,6 @@ def test_a_case_that_fails_or_takes_too_long_is_ended_with_its_children(tmp_path
     with pytest.raises(UserError, match="longer than 2 s: a smaller -b"):
         bench_step.run(words, options("--limit", "2"), tmp_path)
     assert not wait_for_group(int((tmp_path / "group").read_text()))
-
-
-def test_a_case_ends_with_a_bench_that_is_killed(tmp_path):
-    words = ["sh", "-c", f"cd {tmp_path}; echo $$ > new; mv new group; exec sleep 600"]
-    code = f"from bench import commands; commands.run([{words}, ['true']], 60)"
-    with Running("-c", code, PYTHONPATH=str(ROOT / "scripts")) as bench:
-        assert eventually((tmp_path / "group").exists)
-        bench.process.kill()
-        assert not wait_for_group(int((tmp_path / "group").read_text()))
 
 
 @pytest.mark.parametrize(("cuda", "ratio"), [(False, "1.25"), (True, "2.00")])

@@ -67,22 +67,6 @@ esac
 """
 
 
-def test_arguments_reach_a_script_of_one_process(tmp_path):
-    """The environment of a job on several nodes does not. Of a repeated option, the last counts."""
-    (tmp_path / "python").write_text(SIMULATED)
-    (tmp_path / "python").chmod(0o755)
-    env = {"MASTER_ADDR": "x", "MASTER_PORT": "7", "WORLD_SIZE": "2", "NODE_RANK": "1"}
-    env |= {"NPROC": "2", "ARCH": "vgg19", "DATA": "/d", "SCRIPT": "imagenet_nd.py"}
-    command = "one_node_train.sh 1.5 mine 8 -- -p 3 --output-dir a --output-dir=b"
-    done = run_wrapper(command, tmp_path, **env, PATH=f"{tmp_path}:{os.environ['PATH']}")
-    assert (done.code, done.err) == (0, "")
-    expected = "imagenet_nd.py -b 8 --train-time 1.5 --name mine --resume auto"
-    expected += " --epochs 100000 --lr-schedule constant -a vgg19 -p 3"
-    expected += " --output-dir a --output-dir=b /d at for launcher:mine"
-    assert " ".join(done.out.splitlines()[-1].split()) == f"{ROOT}/{expected}"
-    assert f"{ROOT}/{expected}" in " ".join((tmp_path / "b/mine/node0.log").read_text().split())
-
-
 # What a shell may hand to the commands that it starts. HERE is a folder of the test.
 FUNCTIONS = """cd() { builtin cd "$@" && ls -a; }
 python3() { echo mine; }; sed() { echo mine; }; dirname() { echo /; }"""
@@ -132,37 +116,41 @@ ELASTIC += "--rdzv_conf=is_host=true,last_call_timeout=15 "
 ELASTIC += f"--rdzv_endpoint={HERE}:{PORT} --max_restarts=100 "
 
 
-def test_arguments_reach_torchrun_on_one_node_and_on_several(tmp_path):
-    """With a log for each node, threads by the cores, and the end that a recipe decides about."""
+def test_arguments_reach_the_training(tmp_path):
+    """On one node, without the variables of a job on several, and on several, each with its log. Of
+    a repeated option the last counts; a recipe decides about the end."""
     text = SIMULATED.replace("*imagenet_*)", "*imagenet_*|*preflight\\ [0-9]*)")
     (tmp_path / "python").write_text(text)
     (tmp_path / "python").chmod(0o755)
-    env = {"PYTHON": f"{tmp_path}/python", "NPROC": "2", "MASTER_ADDR": HERE}
-    env |= {"OMP_NUM_THREADS": "", "OMP_WAIT_POLICY": ""}
-    end = f"mine 8 -- --output-dir {tmp_path}"
+    env = {"PYTHON": f"{tmp_path}/python", "NPROC": "2", "MASTER_ADDR": HERE, "WORLD_SIZE": "2"}
+    env |= {"ARCH": "vgg19", "DATA": "/d", "OMP_NUM_THREADS": "", "OMP_WAIT_POLICY": ""}
+    end = f"mine 8 -- -p 3 --output-dir a --output-dir={tmp_path}"
     results = shell(
+        f"SCRIPT=imagenet_nd.py bash {SCRIPTS}/one_node_train.sh 1 {end}/0",
         f"bash {SCRIPTS}/one_node_train.sh 1 {end}/1 --recipe tiny",
         f"bash {SCRIPTS}/multi_node_train.sh 1 1 2 {end}/2",
         f"MASTER_PORT={PORT} bash {SCRIPTS}/elastic_train.sh 1 1:2 {end}/3",
         **env,
     )
-    lasting = " --epochs 100000 --lr-schedule constant"
-    for number, place, more, log in (
-        (1, "--nnodes=1 --node_rank=0 --master_addr=127.0.0.1 --master_port=", "", "node0"),
-        (2, f"--nnodes=2 --node_rank=1 --master_addr={HERE} --master_port=8888 ", lasting, "node1"),
-        (3, ELASTIC, lasting, "node_*"),
-    ):
-        done = results[number - 1]
+    one = "--nnodes=1 --node_rank=0 --master_addr=127.0.0.1 --master_port="
+    two = f"--nnodes=2 --node_rank=1 --master_addr={HERE} --master_port=8888 "
+    logs = "node0", "node0", "node1", "node_*"
+    for number, (done, place) in enumerate(zip(results, ("", one, two, ELASTIC), strict=True)):
         assert (done.code, done.err) == (0, "")
-        last = done.out.splitlines()[-1]
-        assert last.startswith(f"{ROOT}/scripts/torchrun.py {place}")
-        words = f"imagenet_ddp.py -b 8 --train-time 1 --name mine --resume auto{more} --output-dir"
-        assert f"--nproc_per_node=2 {ROOT}/{words} {tmp_path}/{number}" in last
-        threads = max(1, len(os.sched_getaffinity(0)) // 2)
-        assert f"\n+ {'TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 ' * (number == 3)}" in done.out
-        assert f"OMP_NUM_THREADS={threads} OMP_WAIT_POLICY=passive " in done.out
+        lasting = "" if number == 1 else " --epochs 100000 --lr-schedule constant"
+        line = f"imagenet_{'ddp' if number else 'nd'}.py -b 8 --train-time 1 --name mine"
+        line += f" --resume auto{lasting} -a vgg19 -p 3 --output-dir a"
+        line += f" --output-dir={tmp_path}/{number}{' --recipe tiny' * (number == 1)} /d"
+        last = " ".join(done.out.splitlines()[-1].split())
+        assert f"{ROOT}/{line} at{f' {HERE}' * (number > 1)} for launcher:mine" in last
         (file,) = (tmp_path / f"{number}/mine").glob("*.log")
-        assert file.match(f"{log}.log")
+        assert file.match(f"{logs[number]}.log") and line in file.read_text()
+        if number:
+            assert last.startswith(f"{ROOT}/scripts/torchrun.py {place}")
+            assert f"--nproc_per_node=2 {ROOT}/{line}" in last
+            threads = max(1, len(os.sched_getaffinity(0)) // 2)
+            assert f"\n+ {'TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 ' * (number == 3)}" in done.out
+            assert f"OMP_NUM_THREADS={threads} OMP_WAIT_POLICY=passive " in done.out
 
 
 @pytest.mark.parametrize("processes", ["0", "two", "99999", "9" * 30])
