@@ -67,12 +67,11 @@ CHARTS = {
         ),
     },
 }
-# The HParams page has space for few columns; each run's entry there lists all options.
+# The HParams page has space for few columns: at first, it shows the first five in alphabetic order.
+# The page "Text" has all options.
 COLUMNS = {
-    **dict.fromkeys(("arch", "mode", "precision", "comm"), ""),
-    **dict.fromkeys(
-        ("nodes", "gpus", "batch_per_gpu", "global_batch", "lr", "epochs", "image_size"), 0.0
-    ),
+    **dict.fromkeys(("arch", "mode", "precision"), ""),
+    **dict.fromkeys(("epochs", "global_batch", "gpus", "lr", "nodes"), 0.0),
 }
 MADE = ("command", "commit", "date", "gpu", "driver", "cpu", "torch", "data_id")
 # The best model's figures, not the last epoch's.
@@ -109,8 +108,10 @@ def layout(options: Mapping[str, Any]) -> dict[str, dict[str, list[Any]]]:
     absent = set()
     if options.get("device") == "cpu":
         absent |= {"GPU utilisation, %", "GPU memory, GiB", "GPU power, W", "GPU temperature, C"}
-    if options.get("precision") in ("fp32", "bf16"):
+    if options.get("precision") in ("off", "bf16"):
         absent |= {"loss scale", "steps skipped since the run began"}
+    if "val_images" in options and "test_images" not in options:
+        absent.add("the best model on DATA/test, at the end")
     if "progressive" in options and not options["progressive"]:
         absent.add("size of training images, with --progressive")
     return {

@@ -111,7 +111,7 @@ def facts(session: Session) -> dict[str, Any]:
     On a CPU, ``gpus`` is the number of processes.
     """
     args, world, sampler = session.args, session.world, session.train.sampler
-    gpus = gpu_count(session)
+    gpus, test = gpu_count(session), session.loaders.test
     return setting(session) | {
         "gpus": gpus,
         "precision": args.opt_level or amp.NAMES[session.loaders.dtype],
@@ -120,6 +120,7 @@ def facts(session: Session) -> dict[str, Any]:
         "steps_per_epoch": sampler.steps_per_epoch,
         "train_images": sampler.images,
         "val_images": session.val.sampler.images,
+        **({"test_images": test.sampler.images} if test else {}),
         "class_count": len(session.loaders.classes),
         "data_id": session.train.bad.source.fingerprint(),
         "date": time.strftime("%Y-%m-%d %H:%M"),
