@@ -99,7 +99,7 @@ def parse(words: list[str]) -> tuple[Study, list[str]]:
             raise UserError(f"{name} is an option of the training: give it after the script's name")
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if args.tiny and not args.hosts and args.slurm is None:
-        args.simulate = args.simulate or 2
+        args.simulate = args.simulate or max(args.nodes or [2])
     if [args.hosts, args.simulate, args.slurm].count(None) != 2:
         raise UserError("give either a HOSTS_FILE, or --simulate N, or --slurm")
     if args.link and not (args.simulate and re.fullmatch(r"\d+(\.\d+)?[kmg]bit", args.link)):
@@ -356,6 +356,7 @@ def main() -> int:
     runs, began = plan(args, training), time.monotonic()
     if not args.tiny:
         return carry_out(args, runs)
+    print(f"a try: {tiny.WHAT}", flush=True)
     with tempfile.TemporaryDirectory(prefix="study_try_") as place:
         code = carry_out(args, plan(args, tiny.shrink(args, training, Path(place))))
     if not code and not args.dry_run:

@@ -523,7 +523,10 @@ def test_under_slurm_with_the_largest_batch(folder, tmp_path):
 
 
 def test_a_try_runs_the_whole_study_in_small(folder, tmp_path):
-    """Before a study on eight hosts. The images come from DATA, the runs are not kept."""
+    """Before a study on eight hosts, or without hosts. The images come from DATA, the runs are not
+    kept."""
+    without = "--try --nodes 1,8 imagenet_ddp.py DATA"
+    assert scaling_study.parse(without.split())[0].simulate == 8
     hosts = tmp_path / "hosts"
     hosts.write_text("".join(f"host{n}\n" for n in range(8)))
     own = f"{hosts} --hours 2 --seeds 0,1 --try"
@@ -532,6 +535,7 @@ def test_a_try_runs_the_whole_study_in_small(folder, tmp_path):
         started.allow(3 * TIMEOUT)  # two runs, of three processes
         done = started.result()
     assert done.code == 0, done.out + done.err
+    assert done.out.startswith("a try: the same study on this CPU")
     assert "all of it works; leave out --try" in done.out
     page = (tmp_path / "book_try/s.md").read_text()
     for text in ("**A try: ", "|  | 1 Node | 2 Nodes |", "| Global Batch Size | 2 | 4 |"):
