@@ -160,9 +160,13 @@ class Comparison:
         for picture in pictures:
             link = os.path.relpath(picture, file.parent).replace(" ", "%20")
             parts.append(f"![{escape_markdown(picture.stem.replace('_', ' '))}]({link})")
-        head = ["run", *origin(self.runs[0])]
-        rows = [[run.label, *origin(run).values()] for run in self.runs]
-        parts += ["How each run was made:", markdown_table(head, rows)]
+        # Commands have lines of their own: in cells they would be columns of single words.
+        head, rows, commands = ["run", *list(origin(self.runs[0]))[:-1]], [], []
+        for run in self.runs:
+            *cells, command = origin(run).values()
+            rows.append([run.label, *cells])
+            commands.append(f"- {escape_markdown(f'{run.label}: {command}')}")
+        parts += ["How each run was made:", markdown_table(head, rows), "\n".join(commands)]
         return "\n\n".join(filter(None, parts))
 
 
