@@ -130,12 +130,14 @@ def test_arguments_reach_the_training(tmp_path):
         f"bash {SCRIPTS}/one_node_train.sh 1 {end}/1 --recipe tiny",
         f"bash {SCRIPTS}/multi_node_train.sh 1 1 2 {end}/2",
         f"MASTER_PORT={PORT} bash {SCRIPTS}/elastic_train.sh 1 1:2 {end}/3",
+        f"MASTER_PORT=7 bash {SCRIPTS}/multi_node_train.sh 1 0 2 {end}/4",
         **env,
     )
     one = "--nnodes=1 --node_rank=0 --master_addr=127.0.0.1 --master_port="
-    two = f"--nnodes=2 --node_rank=1 --master_addr={HERE} --master_port=8888 "
-    logs = "node0", "node0", "node1", "node_*"
-    for number, (done, place) in enumerate(zip(results, ("", one, two, ELASTIC), strict=True)):
+    two = f"--nnodes=2 --node_rank={{}} --master_addr={HERE} --master_port={{}} "
+    places = "", one, two.format(1, 8888), ELASTIC, two.format(0, 7)
+    logs = "node0", "node0", "node1", "node_*", "node0"
+    for number, (done, place) in enumerate(zip(results, places, strict=True)):
         assert (done.code, done.err) == (0, "")
         lasting = "" if number == 1 else " --epochs 100000 --lr-schedule constant"
         line = f"imagenet_{'ddp' if number else 'nd'}.py -b 8 --train-time 1 --name mine"
