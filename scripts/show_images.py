@@ -28,7 +28,7 @@ if __name__ == "__main__":
 import numpy as np
 import torch
 from PIL import Image, ImageDraw
-from results import class_sizes
+from results import class_names, class_sizes
 
 from utils import grid, loop, options
 from utils.data.batches import Batches
@@ -147,12 +147,13 @@ def draw(args: PictureOptions) -> tuple[Image.Image, str, Loaders]:
         images, targets = next(train.rest(epoch, step))[:2]
         train.sampler.start_at(epoch, step)
         what = f"of epoch {epoch}, step {step}"
+    classes = class_names.words(loaders.classes, Path(args.data))
     each = (1 + args.original) * len(args.in_epochs or [epoch])  # tiles per image
     number = min(len(images), args.show or max(4, grid.MOST // each))
     line = f"{number} of the {len(images)} images {what}"
     if not (args.original or args.in_epochs):
-        return grid.of_batch(batches, images, targets, number), line, loaders
-    crops, names = grid.pixels(images[:number], batches), grid.captions(targets, loaders.classes)
+        return grid.of_batch(batches, images, targets, number, classes), line, loaders
+    crops, names = grid.pixels(images[:number], batches), grid.captions(targets, classes)
     tiles: list[tuple[np.ndarray, str]] = []
     for row, index in enumerate(next(iter(batches.sampler)).indices[:number].tolist()):
         for e in args.in_epochs or [epoch]:
@@ -163,7 +164,7 @@ def draw(args: PictureOptions) -> tuple[Image.Image, str, Loaders]:
                 made, target, reading = batches.dataset.__getitems__(task)
                 batches.bad.note(reading.unreadable)
                 crop = made[0].numpy()
-                name = f"epoch {e}: {grid.captions(target, loaders.classes)[0]}"
+                name = f"epoch {e}: {grid.captions(target, classes)[0]}"
             tiles += [original(batches, index, e, len(crop))] if args.original else []
             tiles.append((crop, name))
     pictures, texts = zip(*tiles, strict=True)
@@ -177,11 +178,11 @@ def evaluated(loaders: Loaders, part: str) -> Batches:
     raise UserError(f"DATA/{part} is missing, or no part that is evaluated")
 
 
-def draw_class_sizes(loaders: Loaders, file: Path) -> str:
+def draw_class_sizes(loaders: Loaders, data: Path, file: Path) -> str:
     """Draw the images per class of all parts that are loaded. Returns: a line about them."""
     loaded = {"train": loaders.train, "val": loaders.val, "test": loaders.test}
     targets = {part: one.dataset.source.targets for part, one in loaded.items() if one is not None}
-    return class_sizes.draw(loaders.classes, targets, file)
+    return class_sizes.draw(class_names.words(loaders.classes, data), targets, file)
 
 
 def main() -> int:
@@ -190,7 +191,7 @@ def main() -> int:
     sizes = args.out.with_stem(f"{args.out.stem}_classes")
     try:
         picture.save(args.out)
-        about_sizes = draw_class_sizes(loaders, sizes)
+        about_sizes = draw_class_sizes(loaders, Path(args.data), sizes)
     except ValueError:
         raise UserError(f"--out {args.out}: give a file name that ends in .png") from None
     print(f"wrote {args.out}: {line}")

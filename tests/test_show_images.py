@@ -4,13 +4,15 @@ import io
 
 import numpy as np
 import pytest
+import show_images
 import torch
-from conftest import STAND_IN, python
+from conftest import STAND_IN, draw_folder, python
 from joined import Job, run_jobs
 from PIL import Image
 from results import class_sizes
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from utils import grid
 from utils.data.preprocessing import MEAN, STD
 
 SIZE, GAP, LINE, ZOOM = 32, 8, 15, 3  # small images are drawn three times as large
@@ -98,6 +100,22 @@ def test_the_same_images_in_several_epochs_beside_their_originals(folder, tmp_pa
 )
 def test_bad_input_is_one_line(words, message, folder):
     show("--image-size", SIZE, "-b", 4, *words, folder).fails_with(message)
+
+
+def test_wordnet_classes_are_shown_by_their_words(tmp_path, monkeypatch):
+    draw_folder(tmp_path, train=2, val=1)
+    for folder in tmp_path.glob("*/class_*"):
+        folder.rename(folder.with_name(f"n0000000{folder.name[-1]}"))
+    (tmp_path / "train/n00000000/001.JPEG").unlink()
+    (tmp_path / "LOC_synset_mapping.txt").write_text("n00000000 a fish\nn00000001 a cock\n")
+    shown = []
+    captions = grid.captions
+    monkeypatch.setattr(grid, "captions", lambda *args: shown.append(args[1]) or captions(*args))
+    args = show_images.parse(["--image-size", "32", "-b", "4", "-j", "0", str(tmp_path)])
+    loaders = show_images.draw(args)[2]
+    assert shown == [["a fish", "a cock", "n00000002"]]
+    said = show_images.draw_class_sizes(loaders, tmp_path, tmp_path / "sizes.png")
+    assert said == "in train/, a cock has 2 images, and a fish has 1"
 
 
 @pytest.mark.parametrize("classes", [3, 100])

@@ -73,12 +73,22 @@ def sheet(tiles: Sequence[np.ndarray], texts: Sequence[str], columns: int) -> Im
     return page
 
 
-def of_batch(batches: Batches, images: Tensor, targets: Tensor, most: int = MOST) -> Image.Image:
-    """Draw a batch's first images. They are normalised, [n, 3, size, size], and may be mixed."""
+def of_batch(
+    batches: Batches,
+    images: Tensor,
+    targets: Tensor,
+    most: int = MOST,
+    classes: Sequence[str] | None = None,
+) -> Image.Image:
+    """Draw a batch's first images. They are normalised, [n, 3, size, size], and may be mixed.
+
+    ``classes``: names for the captions; default: those of the folders.
+    """
     count = max(1, min(len(images), most))
     tiles = list(pixels(images[:count], batches))
     columns = min(count, round((2 * count) ** 0.5))
-    return sheet(tiles, captions(targets[:count], batches.dataset.source.classes), columns)
+    classes = classes or batches.dataset.source.classes
+    return sheet(tiles, captions(targets[:count], classes), columns)
 
 
 def with_first_drawn(batches: Iterator[MicroBatch], session: Session) -> Iterator[MicroBatch]:

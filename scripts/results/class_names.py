@@ -34,6 +34,11 @@ def find(classes: Sequence[str], data: Path) -> dict[str, str]:
     return {name: f"{name} {words[name]}" if name in words else name for name in names}
 
 
+def words(classes: Sequence[str], data: Path) -> list[str]:
+    """Return what `find` does, without the ids: for pictures, where there is little room."""
+    return [name.removeprefix(f"{own} ") for own, name in find(classes, data).items()]
+
+
 def _read(file: Path) -> dict[str, str]:
     """Read a table of ids and words; one that cannot be read has none."""
     try:
