@@ -110,7 +110,8 @@ def test_the_lines_of_a_run_and_the_file_of_a_killed_process(tmp_path, monkeypat
     for number, text in enumerate(([], {}, foreign, rank | {"epoch": "one"}, rank | {"size": {}})):
         (tmp_path / f"foreign{number}.json").write_text(json.dumps(text))
     for saved in ("no snapshot yet", r"snapshot \d+ s ago"):
-        ranks, run, disk, _, line, missing = status.describe([("here", status.node())])
+        ranks, run, disk, head, line, missing = status.describe([("here", status.node())])
+        assert len(head) <= 80 and line.index("15360") < head.index("seen")
         assert ranks == "here: 1 rank"
         assert run == f"\n{tmp_path} (a, ddp)"
         assert re.match(f"  {saved}; disk ", disk)

@@ -25,7 +25,8 @@ HELP = """Show what this user's runs are doing, all ranks together.
 Each rank shows its own part of a step in seconds: waiting for its images (data_s), and computing
 until its gradients are ready (comp_s). All other ranks wait for a rank marked as a straggler."""
 STRAGGLES = 1.25  # a straggler's part of a step is longer than this times the median
-COLUMNS = "  {:>4}  {:10.10} {:>8}  {:>10}  {:>10}  {:>6}  {:>6}  {:>5}  {:>11}  {}"
+# A line of a terminal with 80 columns.
+COLUMNS = "{:>4} {:10.10} {:>7} {:>10} {:>8} {:>6} {:>6} {:>5} {:>11} {}"
 HEADINGS = ("rank", "node", "epoch", "step", "images/s", "data_s", "comp_s", "GPU_%", "MiB", "seen")
 FOLDER = f"/dev/shm/imagenet-suite-{os.getuid()}"
 ARGUMENTS = globals().get("ARGUMENTS")  # given when this file was sent over ssh
