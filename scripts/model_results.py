@@ -183,9 +183,10 @@ def write(args: ResultOptions, best: list[Best], results: list[Predictions], wor
             summary["ReaL (%)"] = figures.real_accuracy(one, args.real)
         runs.append({"label": label, "result": one, "summary": summary, "error": error})
         runs[-1] |= {"curve": curve, "classes": figures.by_class(one)}
-        estimates = [f"{name} {x:.4g} ({a:.4g} to {b:.4g})" for name, (x, a, b) in summary.items()]
-        print(f"{label}: {len(one.paths)} images", *estimates, sep="  ")
-        print(f"{label}: expected calibration error {error:.2f} %; {csv}")
+        print(f"{label}: {len(one.paths)} images; in brackets: 95 % intervals")
+        for name, (x, low, high) in summary.items():
+            print(f"  {name:24} {x:.4g} ({low:.4g} to {high:.4g})")
+        print(f"  {'calibration error (%)':24} {error:.4g}\n  all predictions: {csv}")
     file = args.out / f"results_{part}{'_2_runs' if len(best) == 2 else ''}.html"
     html = page.render(
         Path(figures.__file__).with_name("results.html"),

@@ -68,6 +68,7 @@ def test_the_figures_are_those_of_the_predictions(place):
     broken.unlink()
     done.fails_with("1 of 2 images cannot be read")  # but the rest is there
     assert "broken.jpeg: cannot be read" in done.out
+    assert re.search(r"(?m)^  top-1 \(%\) +[\d.]+ \([\d.]+ to [\d.]+\)$", done.out), done.out
     page = (place / "run/results_val.html").read_text()
     assert "1 images could not be read" in page
     rows = rows_of(place / "run/predictions_val.csv")
