@@ -11,7 +11,7 @@ import torch
 from conftest import ROOT, draw_folder, environment, python, summary
 from torchvision.models import get_model
 
-from utils.model import blocks, models
+from utils.model import models
 
 EVALUATE = """
 from torch.nn.functional import cross_entropy
@@ -79,13 +79,3 @@ def test_the_constructor_gets_what_it_needs(arch):
         plain = get_model(arch, num_classes=3, **ours.constructor_args)
     shapes = [{name: x.shape for name, x in one.state_dict().items()} for one in (ours, plain)]
     assert shapes[0] == shapes[1]
-
-
-def test_a_checkpoint_scales_the_input_as_its_model_did():
-    """As GoogLeNet's published weights expect; without --pretrained it would not."""
-    model = models.create("googlenet", 3, 32)
-    blocks.scale_input_as(
-        {"model_args": {**model.constructor_args, "transform_input": True}}, model
-    )
-    assert model.transform_input
-    assert model.constructor_args["transform_input"]

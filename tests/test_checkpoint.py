@@ -115,8 +115,11 @@ def test_a_restart_on_other_nodes_counts_each_image_once(tmp_path, monkeypatch, 
 def test_evaluation_loads_the_weights_alone(tmp_path):
     """Whatever the options, of which some could not be changed in training."""
     now = Options(**vars(ARGS) | {"evaluate": True, "seed": 1})
-    state, is_ours = resumed(tmp_path, ours(options=SAVED), now)
+    content = ours(options=SAVED) | {"model_args": {"transform_input": True}}
+    state, is_ours = resumed(tmp_path, content, now)
     assert not is_ours
+    assert state.model.transform_input  # of GoogLeNet; the next best.pt says so, too
+    assert state.model.constructor_args == content["model_args"]
     assert same_weights(state, trained())
     assert (state.epoch, state.best) == (0, {})
     assert not any(moment.any() for moment in momentum(state))

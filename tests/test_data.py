@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from batches import SEED, SIZE, TO, batches_of, fetch, noise_index
+from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as tv
 
 from utils import options
@@ -169,6 +170,9 @@ def test_extra_augmentation_is_a_function_of_seed_epoch_and_image(index, policy,
         assert grey.any((1, 2)).all() and not grey.all()
         assert len({row.numpy().tobytes() for row in grey}) > IMAGES / 2
         assert policy or torch.equal(got[~grey], plain[~grey])
+    kinds = {"ra": v2.RandAugment, "ta_wide": v2.TrivialAugmentWide, "aa": v2.AutoAugment}
+    for name, kind in (kinds | {"augmix": v2.AugMix}).items():
+        assert isinstance(augment.build(name, erasing).transforms[0], kind)
     dataset.train, dataset.resize = False, SIZE
     assert torch.equal(fetch(dataset, EVERY)[0], fetch(evaluated(index), EVERY)[0])
 

@@ -1,6 +1,5 @@
 """What all modes share, against values that are known, as no comparison of modes would show."""
 
-import re
 import shutil
 from pathlib import Path
 from shlex import split
@@ -107,11 +106,8 @@ def test_random_numbers_differ_between_processes_micro_batches_steps_and_epochs(
     assert len({*seeds[0], *seeds[1]}) == 24
 
 
-def test_speed_is_of_all_nodes_and_the_clock_that_counts_is_of_rank_0(runs):
+def test_the_clock_that_counts_is_of_rank_0(runs):
     """That of rank 1 is an hour ahead, and half an hour may be trained."""
-    log = (runs / "shared/train.log").read_text()
-    for images, seconds in re.findall(r"images/s (\S+)  s/step (\S+)", log):
-        assert float(images) * float(seconds) == pytest.approx(20, rel=0.2)  # of rounded numbers
     results = summary(runs / "shared")
     assert (results["finished_because"], results["nodes"]) == ("epochs", 2)
 

@@ -82,9 +82,10 @@ def test_a_step_is_the_same_in_all_modes_and_however_its_batch_is_divided(runs, 
     for (_, rate), (_, step) in zip(ours["Throughput/train"], ours["Time/train"], strict=True):
         assert rate * step == pytest.approx(images, rel=1e-4)  # of all processes, resumed or not
     assert (facts["global_batch"], facts["world_size"], facts["nodes"]) == (images, processes, 1)
+    log = (runs / way / "train.log").read_text()
     if whole == "few":  # all images are one step, also for the learning rate
         assert theirs["Lr"][-1][1] == pytest.approx(0.05 * 40 / 256)
-    log = (runs / way / "train.log").read_text()
+        assert "lr 0.007812: --lr 0.05 scaled by the linear rule from batch 256 to 40\n" in log
     assert f"global batch {images} " in log
     assert ("the whole data set is one step" in log) == (whole == "few")
     assert re.findall(r"epoch (\d), step \d+", log) == ["1"] * (stop > 0)

@@ -18,12 +18,14 @@ from joined import in_processes, start
 from o2_cases import prepare
 from running import eventually
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_checkpoint import build
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from utils import advice, slowdown
 from utils.data import region_decode
 from utils.data.images import Reading
+from utils.epoch import Meter
 from utils.monitor import Monitor, StepTimer, StepTimes, tensor_bytes
 from utils.start.errors import INTERRUPTED
 from utils.start.world import World
@@ -332,6 +334,24 @@ def test_the_parts_of_a_step_are_means_over_processes():
 
 
 # ---- printed lines
+
+
+def test_speed_and_waiting_are_of_the_steps_since_the_last_line(monkeypatch, logged):
+    """Steps take 2 s, of which the last two wait for 1 s, and the others for 0.5 s."""
+    clock, state = SimpleNamespace(now=0.0), build()
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
+    session = mock.MagicMock(state=state, world=World(CPU), global_batch=10, print_freq=2)
+    session.train.sampler.steps_per_epoch, session.train.waited, session.first_epoch = 4, 0.0, 0
+    session.args.epochs = 1
+    meter = Meter(session)
+    for state.step in (1, 2, 3, 4):
+        clock.now += 2.0
+        session.train.waited += 0.5 if state.step < 3 else 1.0
+        meter.print_line()
+    told = [line.partition("images/s")[2] for line in logged]
+    assert told == [f" 5.0  s/step 2.0000  waiting % {share}.0" for share in (25, 25, 50)]
+    rates = [call.args[0]["Step/throughput"] for call in session.run.scalars.call_args_list]
+    assert rates == [5.0, 5.0]
 
 
 def test_lines_and_curves_of_a_run(folder, tmp_path):

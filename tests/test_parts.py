@@ -49,7 +49,8 @@ def test_weights_for_other_classes_leave_the_head_new(tmp_path, monkeypatch):
     state["aux.fc.weight"] = torch.zeros(2)
     del state["bn1.num_batches_tracked"], state["bn1.bias"]
     named = {f"module.{name}": value for name, value in state.items()}
-    file = saved(tmp_path, {"state_dict": named, "arch": "resnet18", "epoch": 3})
+    content = {"state_dict": named, "arch": "resnet18", "model_args": {"transform_input": True}}
+    file = saved(tmp_path, content)
     stand_in = SimpleNamespace(load_file=lambda path: state)
     monkeypatch.setitem(sys.modules, "safetensors", SimpleNamespace(torch=stand_in))
     monkeypatch.setitem(sys.modules, "safetensors.torch", stand_in)
@@ -57,6 +58,7 @@ def test_weights_for_other_classes_leave_the_head_new(tmp_path, monkeypatch):
     for path in (file, "model.safetensors"):
         model = small_resnet()
         (note,) = pretrained_weights.load_weights(model, path, "resnet18", 5)
+        assert hasattr(model, "transform_input") == (path == file)  # as GoogLeNet's has it
         for name, value in model.state_dict().items():
             kept = name.startswith("fc.") or name not in state
             assert torch.equal(value, (new if kept else state)[name]), name

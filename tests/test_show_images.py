@@ -118,6 +118,13 @@ def test_wordnet_classes_are_shown_by_their_words(tmp_path, monkeypatch):
     assert said == "in train/, a cock has 2 images, and a fish has 1"
 
 
+def test_captions_name_the_classes_and_the_shares_of_mixed_images():
+    names = ["cat", "dog", "emu"]
+    assert grid.captions(torch.tensor([2, -1, 0]), names) == ["emu", "unreadable", "cat"]
+    mixed = torch.tensor([[0.25, 0.0, 0.75], [0.0, 1.0, 0.0]])
+    assert grid.captions(mixed, names) == ["75% emu\n25% cat", "100% dog"]
+
+
 @pytest.mark.parametrize("classes", [3, 100])
 def test_unequal_classes_are_seen_and_said(tmp_path, classes):
     names = [f"class {i} *$_x" for i in range(classes)]
