@@ -44,6 +44,14 @@ _left_out: Counter[str] = Counter()  # reasons
 SMALL = ("-a", "shufflenet_v2_x0_5", "--image-size", "32", "-j", "1")
 WITH_TORCH = ("imagenet_", *(f"scripts/{x}" for x in ("audit_run", "model_results", "show_images")))
 TIMEOUT = 240  # seconds; a limit against hangs, not a measurement
+# The files that take longest go first, or one of them would be left for a single worker at the end.
+LONGEST = "hang study wrappers doctor elastic job status_cleanup processes signals train_on_nodes"
+LONGEST += " commands resume preflight errors"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {f"test_{name}.py": number for number, name in enumerate(LONGEST.split())}
+    items.sort(key=lambda item: place.get(item.path.name, len(place)))
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -47,7 +47,10 @@ class Job:
 
 
 def command(script: str, *words: object, **env: str) -> Result:
-    """Run a script, as `conftest.python` does, but in a fork of the server."""
+    """Run a script, as `conftest.python` does, but in a fork of the server.
+
+    It runs the code in ``BEFORE`` first.
+    """
     with Forked(script, *words, **env) as run:
         return run.result()
 
@@ -117,6 +120,7 @@ def _as_command(
     torch.set_num_threads(1)
     sys.argv = [f"{script}.py", *words]
     with _observed(f"{files[0]}.json", stop), _forked_ranks():
+        exec(os.environ.pop("BEFORE", ""), {})
         folder = ROOT if (ROOT / f"{script}.py").is_file() else ROOT / "tests"
         runpy.run_path(str(folder / f"{script}.py"), run_name="__main__")
 

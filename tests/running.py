@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from conftest import ROOT, SMALL, STAND_IN, TIMEOUT, Result, environment, scalars
 
 # A model that costs next to nothing, for a command line; needs the environment of `tiny`.
@@ -228,11 +227,15 @@ def wait_for_group(group: int, seconds: float = 60.0) -> list[Process]:
 
 def snapshot(run: Path, name: str = "snapshot.pt") -> dict:
     """The content of a run's snapshot."""
+    import torch  # here, as processes that start with this file shall not load it
+
     return torch.load(run / name, weights_only=True)
 
 
 def same(one: Any, other: Any) -> bool:
     """Whether two dictionaries or sequences hold the same tensors, bit for bit."""
+    import torch
+
     a, b = (x if isinstance(x, dict) else dict(enumerate(x)) for x in (one, other))
     return a.keys() == b.keys() and all(torch.equal(x, b[name]) for name, x in a.items())
 
@@ -242,6 +245,8 @@ def assert_same_weights(one: Path, other: Path, tolerance: float = 0.0) -> None:
 
     Bit for bit unless there is a ``tolerance``, relative and absolute.
     """
+    import torch
+
     ours, theirs = (
         {"model": x["model"], "ema": x["ema"], "moments": x["optimizer"]["state"]}
         for x in (snapshot(one), snapshot(other))

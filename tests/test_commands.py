@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, Result, python, shell, summary
+from conftest import ROOT, STAND_IN, Result, shell, summary
+from joined import command
 from running import free_port
 
 from utils.model import models
@@ -16,12 +17,12 @@ from utils.start.errors import UserError
 from utils.start.option_types import DocstringFormatter, Options
 
 # The last of several equal options counts, so these shrink a line without changing its form.
-TINY = "-a shufflenet_v2_x0_5 --image-size 32 -b 5 --workers 0 --epochs 1 --lr 0.01"
+TINY = "-a tiny_full --image-size 32 -b 5 --workers 0 --epochs 1 --lr 0.01"
 
 
 def ends_well(*lines: str, **env: str) -> list[Result]:
     """Type the lines into shells, all at once; every one must succeed without a complaint."""
-    results = shell(*lines, **env)
+    results = shell(*lines, PYTHONPATH=STAND_IN, **env)
     for result in results:
         assert result.code == 0, result.out + result.err
         assert not re.search("Traceback|error", result.err), result.err
@@ -57,21 +58,18 @@ def test_an_accuracy_is_a_share_or_per_cent(folder, parse, text, value):
 
 def test_synthetic_images_are_trained_and_evaluated_without_data(tmp_path):
     """By the usual loop, which resumes; here as 12 and 6 images."""
-    code = (
-        "import runpy; from utils.data import dummy; "
-        "dummy.DUMMY_IMAGES = {'train': 12, 'val': 6, 'test': 3}; "
-        "runpy.run_path('imagenet_nd.py', run_name='__main__')"
-    )
+    few = "from utils.data import dummy; dummy.DUMMY_IMAGES = {'train': 12, 'val': 6, 'test': 3}"
     where = ("--output-dir", tmp_path, "--name", "run", "--resume", "auto")
-    line = ("-c", code, "--dummy", "--classes", 5, *TINY.split(), "-b", 4, "-j", 1, *where)
+    line = ("imagenet_nd", "--dummy", "--classes", 5, *TINY.split(), "-b", 4, "-j", 1, *where)
+    env = {"IMAGENET_DIR": "/nowhere", "BEFORE": few}
     for epochs in (1, 2):
-        done = python(*line, "--epochs", epochs, IMAGENET_DIR="/nowhere")
+        done = command(*line, "--epochs", epochs, **env)
         assert done.code == 0, done.err
         facts = summary(tmp_path / "run")
         assert (facts["epochs_done"], facts["val_images"], facts["classes"]) == (epochs, 6, 5)
     assert "resumed from" in done.out
     for part, images in (("val", 6), ("test", 3)):
-        done = python(*line, "-e", "--part", part, IMAGENET_DIR="/nowhere")
+        done = command(*line, "-e", "--part", part, **env)
         assert f"({images} images)" in done.out
 
 

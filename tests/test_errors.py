@@ -115,7 +115,7 @@ def test_an_error_is_one_line(folder):
     assert not done.out, "it waited for another node first"
     words = ("this machine is out of memory", "bytes", "--accum")
     large = ("-b", 1000000, "--image-size", 10000)  # a batch of 1.2 PB
-    python("scripts/bench/time_step.py", "imagenet_nd", *TINY, *large).fails_with(*words)
+    joined.command("scripts/bench/time_step", "imagenet_nd", *TINY, *large).fails_with(*words)
     attempt("--dummy", *large).fails_with("no memory for", "a smaller -b")
     for classes in ("0", "99999999999"):
         attempt("--dummy", "--classes", classes).fails_with("--classes a number, 1 to 1000000")
@@ -254,11 +254,22 @@ def test_models_that_cannot_be_trained_so_are_one_line():
 # ---- losses that are no numbers
 
 
+SPOILT = """
+from torch import nn
+class Spoilt(nn.CrossEntropyLoss):
+    calls = 0
+    def forward(self, *arguments):
+        Spoilt.calls += 1
+        return super().forward(*arguments) * FACTOR
+nn.CrossEntropyLoss = Spoilt
+"""
+
+
 def spoilt(mode: str, factor: str, *options: object, **env: str) -> Result:
     """A training whose loss is multiplied by ``factor``."""
     words = ("-a", "tiny_plain", "--image-size", "32", "--name", "one", *options)
-    env |= {"SCRIPT": f"imagenet_{mode}", "FACTOR": factor, "STEP_SECONDS": "0.1"}
-    return joined.command("spoilt_runner", *words, **env)
+    env |= {"BEFORE": SPOILT.replace("FACTOR", factor), "STEP_SECONDS": "0.1"}
+    return joined.command(f"imagenet_{mode}", *words, **env)
 
 
 def test_a_loss_scale_that_falls_without_end_leaves_the_last_snapshot(folder, tmp_path):
@@ -275,7 +286,7 @@ def test_a_loss_scale_that_falls_without_end_leaves_the_last_snapshot(folder, tm
 
 def test_no_snapshot_is_written_once_the_loss_is_no_number(folder, tmp_path):
     """It is due after each step, long before the line that would show the loss."""
-    factor = "(1 if calls < 4 else float('nan'))"
+    factor = "(1 if Spoilt.calls < 4 else float('nan'))"
     often = ("-b", "5", "-j", "0", "-p", "1000", "--snapshot-minutes", "0")
     done = spoilt("nd", factor, *often, "--output-dir", tmp_path, folder)
     done.fails_with("loss", "nan", "last snapshot is intact")

@@ -94,7 +94,7 @@ def test_a_rank_that_hangs_in_a_function_is_named_with_it(folder, tmp_path, step
         assert "; rank 0 waits for it" in line
 
 
-@pytest.mark.parametrize(("processes", "rank"), [(3, 2), (2, 0)])
+@pytest.mark.parametrize(("processes", "rank"), [(2, 1), (2, 0)])
 def test_a_rank_that_is_frozen_before_it_joins_is_named(folder, tmp_path, processes, rank):
     words = ("-g", processes, "-b", "5", "--dist-timeout", SLOW_LIMIT, "--output-dir", tmp_path)
     with running.start("imagenet_ddp.py", *words, folder) as run:  # a fork would join at once

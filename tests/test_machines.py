@@ -2,10 +2,12 @@
 
 import os
 import re
+import resource
 import tempfile
 
 import pytest
-from conftest import ROOT, SMALL, STAND_IN, draw_folder, python, shell
+from conftest import ROOT, SMALL, draw_folder, python, shell
+from joined import command
 
 LINE = " ".join(("-a tiny_plain", *SMALL[2:4], "-b 5 --epochs 1"))
 TRAINING = sorted(path.name for path in ROOT.glob("imagenet_*.py"))
@@ -49,17 +51,15 @@ def test_few_open_files_are_raised_to_the_hard_limit_and_named_where_that_is_too
     folder, tmp_path
 ):
     """16 workers in training and 16 in the first evaluation need more than 70 files."""
-    line = f"python imagenet_nd.py {LINE} -j 16 --output-dir {tmp_path} --name"
-    raised, low = shell(
-        f"ulimit -Sn 70; exec {line} raised {folder}",
-        f"ulimit -n 70; exec {line} low {folder}",
-        PYTHONPATH=STAND_IN,
-    )
+    line = ("imagenet_nd", *LINE.split(), "-j", 16, "--output-dir", tmp_path, folder, "--name")
+    limit = "import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (70, {}))".format
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    raised = command(*line, "raised", BEFORE=limit(hard))
     assert raised.code == 0, raised.err
-    low.fails_with("too many open files", "ulimit -n")
+    command(*line, "low", BEFORE=limit(70)).fails_with("too many open files", "ulimit -n")
 
 
-@pytest.mark.parametrize("shell_of", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C"}, {}])
+@pytest.mark.parametrize("shell_of", [{"PYTHONIOENCODING": "ascii", "LC_ALL": "C"}, {}])
 def test_names_that_the_terminal_cannot_show_end_no_training(tmp_path, shell_of):
     data = draw_folder(tmp_path / "données", train=6, val=2)
     strange = os.fsencode(data / "val/class_0") + b"/\xff\xe4.JPEG"

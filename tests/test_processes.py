@@ -143,30 +143,43 @@ def test_a_terminals_interrupt_ends_two_processes_with_a_snapshot(folder, tmp_pa
         assert not list(Path(short).glob("pymp-*"))
 
 
-@pytest.mark.parametrize("way", [pytest.param("spawn", marks=pytest.mark.long), "torchrun"])
-def test_temporary_folders_of_a_killed_run_are_removed_by_the_next(folder, tmp_path, way):
-    """Those of a run that still continues are not."""
+# A training as torchrun starts it, but without torch, whose import takes seconds.
+WAITS = """
+import time
+from utils.start import launch
+launch.run_main(lambda: print("has begun", flush=True) or time.sleep(600))
+"""
+
+
+def test_temporary_folders_of_a_killed_run_are_removed_by_the_next(tmp_path):
+    """Those of a run that still continues are not: torchrun's, and those of its processes."""
 
     def left() -> set[str]:
-        return {
-            one.name for one in Path(short).iterdir() if one.name.startswith(("pymp", "torche"))
-        }
+        names = {one.name for one in Path(short).iterdir()}
+        return {one for one in names if one.startswith(("pymp", "torche"))}
 
+    (tmp_path / "train.py").write_text(WAITS)
+    line = (*TORCHRUN, "--nproc_per_node=2", tmp_path / "train.py")
     with tempfile.TemporaryDirectory(dir="/tmp") as short:
         (Path(short) / "pymp-foreign").mkdir()
-        with endless(way, folder, tmp_path / "a", start=running.start, TMPDIR=short) as lives:
-            lives.until(r"step +3/")
+        env = {"TMPDIR": short, "PYTHONPATH": str(ROOT)}
+        with Running(*line, **env) as lives:
+            for _ in range(2):
+                lives.until("has begun")
             of_living = left()
-            with endless(way, folder, tmp_path / "b", start=running.start, TMPDIR=short) as killed:
-                killed.until(r"step +3/")
+            with Running(*line, **env) as killed:
+                for _ in range(2):
+                    killed.until("has begun")
+                assert len(left() - of_living) == 3
                 killed.meet_family()
                 killed.send(signal.SIGKILL)
                 killed.process.wait()
+                for one in killed.family:  # which do not watch their parent, as trainings do
+                    one.lives() and os.kill(one.pid, signal.SIGKILL)
                 assert all_gone(killed)
             assert left() > of_living
-            done = python(
-                "-c", "from utils.start import launch; launch.run_main(int)", TMPDIR=short
-            )
+            code = "from utils.start import launch; launch.run_main(int)"
+            done = python("-c", code, TMPDIR=short)
             assert (done.code, left()) == (0, of_living), done.err
 
 
@@ -222,7 +235,7 @@ def test_the_first_failure_decides_and_ends_the_others(tmp_path, monkeypatch):
 def end_late(args: int) -> int:
     """The second process ends at once; the first one works longer than the time for failures."""
     if os.environ["NUMBER"] == "0":
-        time.sleep(4)
+        time.sleep(1.5)
         Path(os.environ["FILE"]).write_text("done")
     return 0
 

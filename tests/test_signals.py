@@ -3,12 +3,11 @@
 import os
 import pty
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, SMALL, environment, summary
+from conftest import SMALL, summary
+from joined import Forked
 from running import TORCHRUN, Running, eventually
 
 OURS = ("scripts/torchrun.py", "--standalone", "--nproc_per_node=2")
@@ -27,16 +26,24 @@ def command(way: str, folder: Path, runs: Path) -> list[str]:
     return [str(word) for word in words]
 
 
+def begin(way: str, words: list[str], before: str, **env: str) -> Running:
+    """Start a command after the code ``before``, without the import of torch unless by torchrun."""
+    if way != "torchrun":
+        script, *rest = words
+        return Forked(script.removesuffix(".py"), *rest, BEFORE=before, **env)
+    become = f"{before}\nimport os, sys; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    return Running("-c", become, *words, **env)
+
+
 # A shell's way of starting a command whose process group ignores signals, as nohup and `&` do.
-IGNORING = "import os, signal, sys; [signal.signal(n, signal.SIG_IGN) for n in (1, 2)]"
-IGNORING += "; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+IGNORE = "import signal; [signal.signal(n, signal.SIG_IGN) for n in (1, 2)]"
 
 
 @pytest.mark.parametrize("way", ["nd", "spawn", "torchrun"])
 def test_an_ignored_signal_stays_ignored(folder, tmp_path, way):
     """SIGHUP after nohup, SIGINT of a script's background process; SIGTERM still ends the run."""
-    with Running("-c", IGNORING, *command(way, folder, tmp_path), STEP_SECONDS="0.1") as run:
-        run.until("starting")
+    with begin(way, command(way, folder, tmp_path), IGNORE, STEP_SECONDS="0.1") as run:
+        run.until("starting" if way == "torchrun" else "")  # the first line
         for signum in (signal.SIGHUP, signal.SIGINT):
             run.send(signum, group=True)
         run.until(r"step +2/")
@@ -58,27 +65,15 @@ def test_an_ignored_signal_stays_ignored(folder, tmp_path, way):
 def test_a_terminal_that_closes_ends_the_run_with_a_snapshot(folder, tmp_path, way):
     """Nothing can be written to the terminal any more; the log is complete."""
     master, terminal = pty.openpty()
-    line = command(way, folder, tmp_path)
-    code = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)"
-    code += "; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *line],
-        cwd=ROOT,
-        env=environment(*line, STEP_SECONDS="0.1"),
-        stdin=terminal,
-        stdout=terminal,
-        stderr=terminal,
-        start_new_session=True,
-    )
-    os.close(terminal)
-    try:
+    # The first process of a session gets the terminal that it opens.
+    opens = f"import os; [os.dup2(os.open({os.ttyname(terminal)!r}, 2), n) for n in range(3)]"
+    with begin(way, command(way, folder, tmp_path), opens, STEP_SECONDS="0.1") as run:
         seen = ""
         while "Epoch 1/10000  train" not in seen:  # after a progress bar
             seen += os.read(master, 4096).decode()
+        os.close(terminal)
         os.close(master)
-        assert process.wait(120) == 75
-    finally:
-        process.kill()
+        assert run.process.wait() == 75
     assert summary(tmp_path / "run")["finished_because"] == "interrupted"
     assert (tmp_path / "run/snapshot.pt").is_file()
     log = (tmp_path / "run/train.log").read_text()
