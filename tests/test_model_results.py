@@ -16,11 +16,12 @@ from browser import Page
 from compare.page import render
 from conftest import draw_folder, environment, python, summary
 from results import class_names, figures, predictions
-from results.predictions import Predictions
+from results.predictions import Best, Predictions
 from torchvision.models import get_model
 
 from utils.data.images import ImageBatches
 from utils.data.sources import Source
+from utils.start.world import World
 
 ARCH, SIZE = "shufflenet_v2_x0_5", 32
 HOSTILE = "<img src=x onerror=alert(1)>\n\u202ec,d"
@@ -77,8 +78,9 @@ def test_the_figures_are_those_of_the_predictions(place):
     assert [row["path"] for row in rows] == sorted(files), "in the folder's order, not by process"
 
     (row,) = [row for row in rows if row["path"] == "class_1/003.JPEG"]
-    (alone,) = re.findall(rf"^{image}: .*?([\d.]+) %", done.out, re.MULTILINE)
-    assert float(alone) == pytest.approx(100 * float(row["probability"]), abs=0.2)
+    (alone,) = predictions.of_files(Best(place / "run"), [image], World(torch.device("cpu")))
+    assert alone["ranked"][0] == (row["predicted"], pytest.approx(float(row["probability"]), 1e-4))
+    assert f"{image}: {row['predicted']} {100 * alone['ranked'][0][1]:.1f} %" in done.out
     right = [row["true"] == row["predicted"] for row in rows]
     ranked = [[row["predicted"], row["class2"], row["class3"]] for row in rows]
     assert all(sorted(one) == CLASSES for one in ranked)
