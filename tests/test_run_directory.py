@@ -158,11 +158,11 @@ def test_the_time_left_is_that_of_the_epochs_or_of_the_limit():
 def test_the_line_of_an_epoch(logged):
     record = {"epoch": 2.0, "Lr": 0.01, "Throughput/train": 60.0, "Top1/ema": 50.0}
     record |= {"Loss/train": 1.5, "Top1/train": 10.0, "Top5/train": 20.0}
-    record |= {"Loss/val": 2.5, "Top1/val": 30.0, "Top5/val": 40.0}
+    record |= {"Loss/val": 123456789.0, "Top1/val": 30.0, "Top5/val": 40.0}
     Run.epoch(mock.MagicMock(args=Options(epochs=3)), record, "0:01:00")
     train, val = (
         "loss 1.5000 top-1 10.00 top-5 20.00",
-        "loss 2.5000 top-1 30.00 top-5 40.00 ema 50.00",
+        "loss 1.235e+08 top-1 30.00 top-5 40.00 ema 50.00",
     )
     rest = "lr 0.01  60.0 images/s  left 0:01:00"
     assert logged == [f"Epoch 2/3  train: {train}  val: {val}  {rest}"]
@@ -246,17 +246,6 @@ def test_the_best_model_may_be_that_of_the_lowest_loss(ran, tmp_path):
     assert summary(tmp_path / "a") == results
     line = ("imagenet_nd.py", *evaluate, "--name", "b", "--resume", "auto", tmp_path / "data")
     python(*line).fails_with(f"{tmp_path}/b has no best.pt and no snapshot.pt to evaluate")
-
-
-def test_an_evaluation_leaves_the_curves_in_its_folder_alone(ran, tmp_path):
-    """Without an options.json, a folder's name is free."""
-    (tmp_path / "x").mkdir()
-    for file in ran.folder.glob("*tfevents*"):
-        shutil.copy(file, tmp_path / "x")
-    where = ("--output-dir", tmp_path, "--name", "x", "--resume", ran.folder / "best.pt")
-    train("imagenet_nd.py", "-e", *where, ran.data)
-    assert summary(tmp_path / "x")["finished_because"] == "evaluated"
-    assert scalars(tmp_path / "x") == ran.curves
 
 
 def test_the_last_line_says_how_to_continue(folder, tmp_path):

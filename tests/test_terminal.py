@@ -11,8 +11,6 @@ import termios
 import pytest
 from conftest import ROOT, SMALL, environment, train
 
-from utils.run.console import loss_text
-
 LINE = ("-a", "tiny_plain", "-b", "5", "--epochs", "1", "-p", "2")
 
 
@@ -87,11 +85,6 @@ def test_a_second_node_does_not_repeat_the_first_ones_lines(folder, tmp_path):
     assert second.splitlines() == [
         "[rank 1] this node trains with rank 0 of 2, which prints the progress"
     ]
-
-
-@pytest.mark.parametrize(("loss", "text"), [(2.3, "2.3000"), (123456789.0, "1.235e+08")])
-def test_a_huge_loss_keeps_its_column(loss, text):
-    assert loss_text(loss) == text
 
 
 def test_the_stages_of_a_start_are_printed_as_they_come(folder, tmp_path):
