@@ -306,6 +306,14 @@ def test_where_the_time_goes_is_said_of_the_run_in_which_it_takes_most(tmp_path)
     assert text in table(tmp_path)[2].sentences
 
 
+def test_one_process_computes_when_it_does_not_wait(tmp_path):
+    parts = {"Time/data": 0.25, "Time/compute": 0.75, "Time/communication": 0.0}
+    write(tmp_path / "a", {x: y | parts for x, y in epochs_of(9, 64).items()}, options=GOOD)
+    cells = table(tmp_path)[0]
+    assert (cells["step_data_share"], cells["step_compute_share"]) == (["25 %"], ["75 %"])
+    assert "step_communication_share" not in cells
+
+
 def test_runs_without_a_finished_epoch_compare_by_their_steps(tmp_path):
     """Up to the step that both have reached; a run of which nothing is known is left out."""
     for name, rate, last in (("a", 100, 400), ("b", 190, 200)):

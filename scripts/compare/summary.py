@@ -75,9 +75,11 @@ def worker(runs: Iterable[Run]) -> str:
 def step_share(run: Run, part: str) -> float | None:
     """Return the share of a step spent on one of `STEP_PARTS`.
 
-    None for compute if communication is not measured (FSDP): compute then includes it.
+    None for compute if communication is not measured (FSDP): compute then includes it. On one GPU,
+    there is none.
     """
-    if part != "data" and run.usual("Time/communication") is None:
+    is_alone = run.facts.get("gpus") == 1
+    if part != "data" and run.usual("Time/communication") is None and not is_alone:
         return None
     whole = sum(run.usual(f"Time/{one}") or 0.0 for one in STEP_PARTS)
     return ratio(run.usual(f"Time/{part}"), whole)
