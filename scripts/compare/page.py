@@ -72,6 +72,7 @@ def drawing(
     data, notes = [], []
     x_axis = {"title": {"text": first.x}, "anchor": "y" + _number(len(panels) - 1)}
     x_axis |= {"type": "log" if "x" in first.log else "linear", "showgrid": False}
+    x_axis["zeroline"] = False
     if first.ticks:
         x_axis |= {"tickvals": list(first.ticks), "ticktext": [f"{x:g}" for x in first.ticks]}
     elif first.whole and max(x for _, points in first.lines for x, _ in points) < 10:
@@ -160,6 +161,7 @@ def _trace(
         "mode": "lines+markers" if dots and not is_plain else "lines",
         "line": {"color": SOFT if is_plain else look.colour, "width": 1.7},
         "marker": {"size": dots},
+        "cliponaxis": len(points) > 1,  # a single dot is whole, also at the edge
     }
     trace["line"]["dash"] = "dash" if is_plain else look.dash
     return trace
