@@ -1,12 +1,15 @@
 """What a run shows: a bar on a terminal, lines elsewhere, and all lines in train.log."""
 
 import fcntl
+import functools
 import os
 import re
+import signal
 import struct
 import subprocess
 import sys
 import termios
+from collections.abc import Callable
 
 import pytest
 from conftest import ROOT, SMALL, environment, train
@@ -18,33 +21,41 @@ def set_width(terminal: int, columns: int) -> None:
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
 
 
-def read_to_end(terminal: int, resize_at: str) -> list[str]:
-    """What is drawn on a terminal: each line, and each state of a line that is drawn over. After
-    ``resize_at`` was seen, the terminal gets 60 columns, and an empty entry marks the place."""
-    drawn, resized = "", False
+def read_to_end(terminal: int, at: str, then: Callable[[], object]) -> list[str]:
+    """What is drawn on a terminal: each line, and each state of a line that is drawn over. When
+    ``at`` was seen, ``then`` is called, and a word marks the place."""
+    drawn, is_called = "", False
     while True:
         try:
             part = os.read(terminal, 4096).decode()
         except OSError:  # its last process has ended
             return re.split(r"[\r\n]", drawn)
         drawn += part
-        if not resized and resize_at in drawn:
-            set_width(terminal, 60)
-            drawn, resized = drawn + "\n<resized>\n", True
+        if not is_called and at in drawn:
+            then()
+            drawn, is_called = f"{drawn}<then>", True
 
 
-def on_terminal(words: list[str], both: bool, env: dict[str, str]) -> tuple[list[str], str]:
+def on_terminal(
+    words: list[str], both: bool, env: dict[str, str], signum: int | None = None
+) -> tuple[list[str], str]:
     """Run a command whose errors go to a terminal of 80 columns, and with ``both`` its output, too.
-    Returns what is drawn on the terminal, and the output that went elsewhere."""
+    In the middle, it gets a signal or, without one, 60 columns.
+
+    Returns: what is drawn on the terminal, and the output that went elsewhere.
+    """
     terminal, end = os.openpty()
     set_width(terminal, 80)
     out = end if both else subprocess.PIPE
     with subprocess.Popen(words, cwd=ROOT, env=env, stdout=out, stderr=end) as process:
         os.close(end)
-        drawn = read_to_end(terminal, "7/12")
+        narrow = functools.partial(set_width, terminal, 60)
+        drawn = read_to_end(
+            terminal, "7/12", narrow if signum is None else lambda: process.send_signal(signum)
+        )
         text = "" if both else process.stdout.read().decode()
     os.close(terminal)
-    assert process.returncode == 0, (drawn, text)
+    assert process.returncode == (75 if signum else 0), (drawn, text)
     return drawn, text
 
 
@@ -63,15 +74,22 @@ def test_a_bar_on_a_terminal_and_lines_elsewhere(folder, tmp_path, both):
     if not both:
         assert not bars and text.count(" step ") >= 7
         return
-    resized = drawn.index("<resized>")
+    resized = next(i for i, line in enumerate(drawn) if "<then>" in line)
     assert len(bars) > 5 and not any(" step  " in line for line in drawn)
     assert re.match(
         r"Epoch 1/1 \|.{5,}\| \d+/12 \S+, loss \d\.\d{4}  top-1 .{4}  .{4} img/s", bars[0]
     )
     assert max(len(line) for line in drawn[:resized] if line.startswith("Epoch 1/1 |")) <= 80
-    later = drawn[resized + 2 :]
+    later = drawn[resized + 1 :]
     assert max(len(line) for line in later if "Epoch 1/1 |" in line) <= 60, "no spaces to wrap"
     assert any("\x1b[1A" in line for line in drawn[resized:]), "the row above is of the wrapped bar"
+
+
+def test_a_signal_is_told_below_the_bar(folder, tmp_path):
+    words = ["imagenet_nd.py", *SMALL, *LINE, "--output-dir", tmp_path, "--name", "run", folder]
+    env = environment(*words, STEP_SECONDS="0.15")
+    drawn, _ = on_terminal([sys.executable, *map(str, words)], True, env, signal.SIGTERM)
+    assert "SIGTERM: stopping after this step, with a snapshot" in drawn
 
 
 def test_a_second_node_does_not_repeat_the_first_ones_lines(folder, tmp_path):

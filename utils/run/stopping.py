@@ -80,8 +80,8 @@ class StopRequest:
         self.ask(Reason.INTERRUPTED)
         if self.world.is_main:  # os.write, as a signal may interrupt print or logging
             text = f"{signal.Signals(signum).name}: stopping after this step, with a snapshot\n"
-            with contextlib.suppress(OSError):
-                os.write(1, text.encode())
+            with contextlib.suppress(OSError):  # on a terminal, below the bar and an echoed ^C
+                os.write(1, ("\n" * os.isatty(1) + text).encode())
         if signum == signal.SIGINT:
             signal.signal(signum, lambda *_: os._exit(128 + signum))
 
