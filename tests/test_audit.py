@@ -73,7 +73,9 @@ def test_steps_after_the_last_snapshot_are_counted_as_repeated(log, tmp_path):
     assert "5 steps were trained again" in done.out
 
 
-@pytest.mark.parametrize("what", ["other image", "gap", "missing epoch", "no log", "not a log"])
+@pytest.mark.parametrize(
+    "what", ["other image", "gap", "lost end", "missing epoch", "no log", "not a log"]
+)
 def test_a_broken_promise_is_named(log, tmp_path, what):
     file, lines = log
     taken = [line for line in lines if "taken" in line and line["epoch"] == 1]
@@ -85,6 +87,9 @@ def test_a_broken_promise_is_named(log, tmp_path, what):
     elif what == "gap":
         lines.remove(taken[1])
         answer = "epoch 2, step 2 follows epoch 2, step 1"
+    elif what == "lost end":  # of the processes before those that resumed
+        lines.append(lines[0] | {"began": [2, 3]})
+        answer = "steps before epoch 3, step 3 are missing: the log ends at epoch 2, step 5"
     elif what == "missing epoch":
         lines = [line for line in lines if line.get("epoch") != 1]
         answer = "2 epochs are finished, but the log ends earlier"

@@ -12,6 +12,7 @@ from conftest import shell
 from preparing import SCRIPT, fail, images, put, succeed, tree
 from running import Running
 
+from utils.data import layouts
 from utils.data.opening import check_same_classes, class_folders
 from utils.start.errors import UserError
 
@@ -20,6 +21,14 @@ from utils.start.errors import UserError
 def data(tmp_path):
     names = [f"train/{c}/{i:03d}.jpg" for c in ("a", "b/sub") for i in range(30)]
     return put(tmp_path / "data", {name: name.encode() for name in [*names, "val/a/x.jpg"]})
+
+
+def test_classes_and_tables_are_told_from_parts_and_other_tables(tmp_path):
+    put(tmp_path, {f"{name}/1.jpg": b"" for name in ("cat", "dog", "val", "test")})
+    assert layouts.classes_at_top(tmp_path) == ["cat", "dog"]
+    for name, table in (("a", "a"), ("my_labels", "my_labels"), ("train", None)):
+        (tmp_path / f"{name}.csv").touch()
+        assert layouts.label_table(tmp_path) == (table and tmp_path / f"{table}.csv")
 
 
 def test_same_names_and_seed_give_the_same_part_and_zero_undoes_it(data, tmp_path):

@@ -58,6 +58,15 @@ def test_two_ranks_stop_at_the_same_step(seconds, late):
 # ---- the end of a run
 
 
+def past_the_limit(rank: int, size: int) -> list[Reason | None]:
+    stop = StopRequest(World(torch.device("cpu"), rank, size), 0.0, 0.0)
+    return [stop.poll(), stop.end_training(), stop.poll()]
+
+
+def test_a_time_limit_ends_the_training_and_not_the_evaluation_of_the_test_images():
+    assert in_processes(1, past_the_limit) == [[Reason.TRAIN_TIME, Reason.TRAIN_TIME, None]]
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Path:
     """Folder of a run ``done`` of one epoch, and of its data, which has DATA/test."""
