@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
+from typing import Any
 
 from tqdm import tqdm
 
@@ -40,7 +40,7 @@ class Bar(tqdm):
     """
 
     @staticmethod
-    def status_printer(file: TextIO) -> Callable[[str], None]:
+    def status_printer(file: Any) -> Callable[[str], None]:
         """A function that draws the bar in place of its last state, both shorter than a row."""
         drawn = 0  # columns of the last state
 
