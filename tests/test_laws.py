@@ -7,10 +7,12 @@ import io
 import shlex
 import string
 import tarfile
+import zlib
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ssh import hosts
@@ -28,6 +30,13 @@ few = st.integers(1, 6)
 # ---- samples
 
 
+def test_order_is_the_one_of_earlier_runs():
+    """Golden: a change of NumPy or of the code would spoil the resuming of older runs."""
+    order = epoch_order(1_281_167, seed=0, epoch=89)
+    assert order.dtype == np.int64
+    assert zlib.crc32(order.tobytes()) == 3755318792
+
+
 def steps_of(images: int, batch: int, ranks: int, accum: int, first: int) -> list[list[list[int]]]:
     """The images of each step, from ``first`` on: a list for each part of its global batch."""
     mine = []
@@ -36,7 +45,9 @@ def steps_of(images: int, batch: int, ranks: int, accum: int, first: int) -> lis
         sampler.start_at(EPOCH, first)
         mine.append([part.indices.tolist() for part in sampler])
         assert len(sampler) == len(mine[-1])
-        assert max(map(len, mine[-1]), default=0) <= sampler.largest
+        assert [part.indices.tolist() for part in sampler] == mine[-1], "again"
+        assert {(part.epoch, part.size) for part in sampler} <= {(EPOCH, 0)}
+        assert max(map(len, mine[-1]), default=0) <= sampler.largest <= batch
     parts = [part for micro in zip(*mine, strict=True) for part in micro]
     return [parts[k : k + ranks * accum] for k in range(0, len(parts), ranks * accum)]
 
@@ -63,7 +74,9 @@ def test_evaluation_takes_each_image_once_in_the_same_batches(images, batch, ran
     dealt = [[part.indices.tolist() for part in sampler] for sampler in samplers]
     expected = [[*range(images)[k : k + batch]] for k in range(0, images, batch)]
     assert sorted(chain(*dealt)) == expected
+    assert [len(sampler) for sampler in samplers] == [len(part) for part in dealt]
     assert {sampler.rounds for sampler in samplers} == {max(map(len, dealt))}
+    assert {sampler.largest for sampler in samplers} == {min(images, batch)}
 
 
 # ---- tar files
