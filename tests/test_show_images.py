@@ -43,7 +43,7 @@ def test_the_picture_shows_what_train_step_gets(mode, folder, tmp_path):
     file, processes, more = tmp_path / "shown.png", 1, ()
     if mode == "ddp":
         processes, more = 2, ("-g", 2, *where, "--resume", "auto")
-        first = tuple(map(str, (*words, *where, folder)))
+        first = tuple(map(str, (*words, "--accum-steps", 4, *where, folder)))  # longer steps
         run_jobs([Job("imagenet_ddp", first, stop_after=2)], tmp_path)
     done = show("--mode", mode, *words, *more, "--out", file, folder)
     assert done.code == 0, done.err
