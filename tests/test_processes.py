@@ -301,20 +301,19 @@ def test_old_temporary_folders_are_removed_by_several_processes_at_once(tmp_path
     assert not list(tmp_path.glob("pymp-*"))
 
 
+CPU = "sys/fs/cgroup/cpu,cpuacct/cpu.cfs"
+VERSION_1 = {"proc/self/cgroup": "4:cpu,cpuacct:/docker/1\n3:memory:/x\n"}
+VERSION_1 |= {f"{CPU}_period_us": "100000"}
+
+
 @pytest.mark.parametrize(
     ("files", "cores"),
     [
         ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/cpu.max": "150000 100000"}, 2),
         ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "100000 100000\n"}, 1),
         ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, None),
-        (
-            {
-                "proc/self/cgroup": "4:cpu,cpuacct:/docker/1\n3:memory:/x\n",
-                "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "100000",
-                "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000",
-            },
-            1,
-        ),
+        (VERSION_1 | {f"{CPU}_quota_us": "100000"}, 1),
+        (VERSION_1 | {f"{CPU}_quota_us": "-1"}, None),  # no limit
         ({}, None),
     ],
 )
