@@ -55,6 +55,20 @@ def test_two_ranks_stop_at_the_same_step(seconds, late):
     assert in_processes(2, functools.partial(polled, seconds)) == [expected, expected]
 
 
+def reasons(rank: int, size: int) -> list[Any]:
+    stop = StopRequest(World(torch.device("cpu")), hours=0.0, elapsed=0.0)
+    found = [stop.poll(), stop.end_training(), stop.poll()]
+    stop.ask(Reason.BAD_FILES)
+    stop.ask(Reason.INTERRUPTED)
+    return [*found, stop.poll(), stop.end_training()]
+
+
+def test_after_the_time_limit_images_are_evaluated_unless_something_else_comes():
+    """Of two reasons at once the worse one counts."""
+    over, worse = Reason.TRAIN_TIME, Reason.BAD_FILES
+    assert in_processes(1, reasons) == [[over, over, None, worse, worse]]
+
+
 # ---- the end of a run
 
 
