@@ -16,7 +16,7 @@ import torch.distributed as dist
 from conftest import SMALL, summary
 from elastic_agent import ENDED, NODES
 from joined import command
-from running import TORCHRUN, Running, alone, descendants, free_port, start
+from running import TORCHRUN, Running, alone, descendants, eventually, free_port, start
 
 from utils.run.snapshots import TrainState
 from utils.start import world
@@ -67,11 +67,13 @@ def test_a_failed_collective_is_explained(error, peers, words):
 
 
 def test_torchrun_restarts_continue_from_the_snapshot(folder, tmp_path):
-    env = {"STEP_SECONDS": "0.05", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    # In the third step of the second epoch.
+    env = {"HOLD_AFTER": "9", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     line = ("-a", "tiny_plain", "-b", "5", "-p", "1", "--epochs", "2", *NAMED)
     where = ("--output-dir", tmp_path, folder)
     with start("imagenet_ddp.py", *line, *where, launcher=RESTARTS, **env) as run:
-        run.until(r"Epoch 2/2 step +3/")
+        run.until("waiting for a signal")
+        assert eventually((tmp_path / "a/snapshot.pt").exists)  # written by a thread
         family = descendants(run.process.pid)
         killed = min(one.pid for one in family if " -u imagenet_ddp.py" in one.command)
         os.kill(killed, signal.SIGKILL)

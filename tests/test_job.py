@@ -19,7 +19,8 @@ import guard
 import hosts
 
 INTERRUPTED, LOST_PEER = 75, 69
-# In place of an ssh, a guard; none while there is a file NAME_away. Waiting times are short.
+# In place of an ssh, a guard; none while there is a file NAME_away. Waiting times are short. The
+# clock of a node with a file NAME_late is a minute behind.
 JOB = """
 import argparse, json, os, signal, subprocess, sys
 sys.path.insert(0, "scripts/ssh")
@@ -32,7 +33,7 @@ guard.SILENCE_SECONDS = options.silence
 kind = job.Job
 if options.elastic:
     import elastic
-    elastic.JOIN_SECONDS = 1.0
+    elastic.JOIN_SECONDS, elastic.QUICK_SECONDS = 1.0, options.quick
     kind = elastic.Elastic
 
 class Local(kind):
@@ -42,6 +43,9 @@ class Local(kind):
             assert program.count(usual) == 1
             program = program.replace(usual, now)
         name = node.host.name
+        if os.path.exists(f"{options.dir}/{name}_late"):
+            assert program.count(b"time.time()") == 1
+            program = program.replace(b"time.time()", b"time.time() - 60")
         away = os.path.exists(f"{options.dir}/{name}_away")
         words = [sys.executable, "-uc", "exit(255)" if away else hosts.BOOTSTRAP, name]
         how = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
@@ -90,9 +94,11 @@ def start(tmp_path):
     (tmp_path / ".venv/bin").mkdir(parents=True)
     (tmp_path / ".venv/bin/python").symlink_to(sys.executable)
 
-    def start(names: str, elastic: tuple | None = None, silence=15, grace=60.0, env=()) -> Running:
+    def start(
+        names: str, elastic: tuple | None = None, silence=15, grace=60.0, env=(), quick=120.0
+    ) -> Running:
         options = {"names": names.split(), "elastic": elastic, "silence": silence, "grace": grace}
-        options |= {"dir": str(tmp_path), "ssh": "ssh", "env": env, "wait": 600}
+        options |= {"dir": str(tmp_path), "ssh": "ssh", "env": env, "wait": 600, "quick": quick}
         options |= dict.fromkeys(("port", "python"))
         return Running("-c", JOB, json.dumps(options))
 
@@ -308,3 +314,25 @@ def test_bad_input_and_repeated_failures_end_an_elastic_job(start, tmp_path):
     assert code == LOST_PEER
     assert said.count("a ended with exit code 137: killed by SIGKILL; will keep trying") == 4
     assert said.count("starting again on a") == 4
+    with start("a", (1, 1), quick=0.0) as run:  # none of them soon after its start
+        for code in (-9, -9, -9, -9, -9, 0):
+            run.until(r"^\[a\] rank")
+            (tmp_path / "a").write_text(str(code))
+        assert ended(run)[0] == 0
+
+
+def test_an_elastic_job_takes_its_most_nodes_and_is_interrupted(start):
+    with start("a b c", (1, 2)) as run:
+        run.until(r"^\[b\] rank")
+        run.send(signal.SIGINT)
+        code, said = ended(run)
+    assert code == INTERRUPTED
+    assert said.splitlines()[0] == "launcher: starting on 2 of 3 nodes: a, b"
+
+
+def test_nodes_whose_clocks_differ_are_no_elastic_job(start, tmp_path):
+    """torchrun would take one of them for lost."""
+    (tmp_path / "b_late").touch()
+    with start("a b", (1, 2)) as run:
+        code, said = ended(run)
+    assert (code, said.split(":")[:2]) == (2, ["error", " the clock of a is 60 s off that of b"])
