@@ -321,18 +321,26 @@ def test_bad_input_and_repeated_failures_end_an_elastic_job(start, tmp_path):
         assert ended(run)[0] == 0
 
 
-def test_an_elastic_job_takes_its_most_nodes_and_is_interrupted(start):
+def test_a_spare_node_takes_the_place_of_a_lost_one_and_the_job_is_interrupted(start, tmp_path):
     with start("a b c", (1, 2)) as run:
         run.until(r"^\[b\] rank")
+        assert not eventually(lambda: "again on c" in run.said(), 3.0), "two are the most"
+        (tmp_path / "b_away").touch()
+        os.kill(guard_of(run, "b").pid, signal.SIGKILL)
+        run.until(r"^\[c\] rank")
         run.send(signal.SIGINT)
         code, said = ended(run)
     assert code == INTERRUPTED
-    assert said.splitlines()[0] == "launcher: starting on 2 of 3 nodes: a, b"
+    notes = ["starting on 2 of 3 nodes: a, b", "lost the connection to b; will keep trying"]
+    notes += ["starting again on c", "asking all nodes to stop with a snapshot within 60 s"]
+    assert said.splitlines() == [f"launcher: {note}" for note in notes]
 
 
 def test_nodes_whose_clocks_differ_are_no_elastic_job(start, tmp_path):
     """torchrun would take one of them for lost."""
     (tmp_path / "b_late").touch()
+    for name in "ab":  # if they began, they would end well
+        (tmp_path / name).write_text("0")
     with start("a b", (1, 2)) as run:
         code, said = ended(run)
     assert (code, said.split(":")[:2]) == (2, ["error", " the clock of a is 60 s off that of b"])
