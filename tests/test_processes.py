@@ -281,6 +281,17 @@ def test_the_folder_of_a_job_stays_while_a_process_of_it_begins(tmp_path, monkey
     assert file.parent.is_dir()
 
 
+def test_the_folder_of_a_job_stays_until_torchrun_has_read_its_errors(tmp_path, monkeypatch):
+    """All processes of the job have ended, and another run begins."""
+    for number, torchrun in enumerate((os.getppid(), 2**22 + 1, "")):  # the second has ended, too
+        (tmp_path / f"torchelastic_{number}").mkdir()
+        (tmp_path / f"torchelastic_{number}/{temporary.IN_USE}1").write_text(f"{torchrun}")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    temporary.make()
+    assert [path.name for path in tmp_path.glob("torche*")] == ["torchelastic_0"]
+
+
 def test_old_temporary_folders_are_removed_by_several_processes_at_once(tmp_path):
     for number in range(100):
         folder = tmp_path / f"pymp-{number}"

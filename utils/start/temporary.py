@@ -38,6 +38,8 @@ def make() -> None:
         new = file.with_name(f".{file.name}")
         _locks.append(open(new, "w"))
         fcntl.flock(_locks[-1], fcntl.LOCK_EX)  # lasts until this process ends, even if killed
+        if folder.name.startswith("torchelastic_"):  # torchrun reads errors there after our end
+            print(os.getppid(), file=_locks[-1], flush=True)
         new.rename(file)  # renamed after locking: other processes never see it unlocked
     # After marking ours: torchrun's folder looks unused while this process alone is left to begin.
     for pattern in ("pymp-*", "torchelastic_*"):
@@ -50,7 +52,8 @@ def make() -> None:
 
 
 def _remove_unused(folder: Path) -> None:
-    """Remove a temporary folder if this suite made it and all its processes have ended.
+    """Remove a temporary folder if this suite made it and all its processes have ended, torchrun
+    included.
 
     Raises: OSError if a process uses it, or if another process removes it at the same time.
     """
@@ -59,5 +62,7 @@ def _remove_unused(folder: Path) -> None:
         for file in files:
             lock = stack.enter_context(open(file))
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.exists(f"/proc/{lock.read().strip() or 'none'}"):
+                return
         if files:
             shutil.rmtree(folder)
