@@ -65,11 +65,12 @@ if __name__ == "__main__":
     launch.print_first_line()
 
 from compare import page
-from results import class_names, export, figures, predictions
+from results import export, figures, predictions
 from results.predictions import Best, Predictions
 
 import imagenet_ddp
 from utils import options
+from utils.data import wordnet
 from utils.data.opening import has_part
 from utils.run.console import Console
 from utils.run.run_directory import OPTIONS
@@ -166,7 +167,7 @@ def write(args: ResultOptions, best: list[Best], results: list[Predictions], wor
         labels = [str(one.path.parent) for one in best]
     labels = list(map(printable, labels))
     part = re.sub(r"[^\w.-]", "_", results[0].root.resolve().name)[:100] if results else "images"
-    names = class_names.find(best[0].classes, Path(args.data))
+    names = wordnet.find(best[0].classes, Path(args.data))
     shown, runs = [], []
     for model, label in zip(best, labels, strict=True) if args.images else ():
         for one in predictions.of_files(model, args.images, world):

@@ -28,9 +28,10 @@ if __name__ == "__main__":
 import numpy as np
 import torch
 from PIL import Image, ImageDraw
-from results import class_names, class_sizes
+from results import class_sizes
 
 from utils import grid, loop, options
+from utils.data import wordnet
 from utils.data.batches import Batches
 from utils.data.images import decode
 from utils.data.loaders import Loaders, build_loaders
@@ -147,7 +148,7 @@ def draw(args: PictureOptions) -> tuple[Image.Image, str, Loaders]:
         images, targets = next(train.rest(epoch, step))[:2]
         train.sampler.start_at(epoch, step)
         what = f"of epoch {epoch}, step {step}"
-    classes = class_names.words(loaders.classes, Path(args.data))
+    classes = wordnet.words(loaders.classes, Path(args.data))
     each = (1 + args.original) * len(args.in_epochs or [epoch])  # tiles per image
     number = min(len(images), args.show or max(4, grid.MOST // each))
     line = f"{number} of the {len(images)} images {what}"
@@ -182,7 +183,7 @@ def draw_class_sizes(loaders: Loaders, data: Path, file: Path) -> str:
     """Draw the images per class of all parts that are loaded. Returns: a line about them."""
     loaded = {"train": loaders.train, "val": loaders.val, "test": loaders.test}
     targets = {part: one.dataset.source.targets for part, one in loaded.items() if one is not None}
-    return class_sizes.draw(class_names.words(loaders.classes, data), targets, file)
+    return class_sizes.draw(wordnet.words(loaders.classes, data), targets, file)
 
 
 def main() -> int:

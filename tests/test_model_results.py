@@ -15,10 +15,11 @@ import torch
 from browser import Page
 from compare.page import render
 from conftest import draw_folder, environment, python, summary
-from results import class_names, figures, predictions
+from results import figures, predictions
 from results.predictions import Best, Predictions
 from torchvision.models import get_model
 
+from utils.data import wordnet
 from utils.data.images import ImageBatches
 from utils.data.sources import Source
 from utils.start.world import World
@@ -209,17 +210,17 @@ def test_names_of_wordnet_classes(tmp_path):
     """From a table beside or in the data set; without one, ImageNet's by torchvision."""
     (tmp_path / "data").mkdir()
     ids = ["n01440764", "n01443537"]
-    assert class_names.find(ids, tmp_path / "data")[ids[0]] == ids[0], "not ImageNet's 1000"
+    assert wordnet.find(ids, tmp_path / "data")[ids[0]] == ids[0], "not ImageNet's 1000"
     (tmp_path / "LOC_synset_mapping.txt").write_text(
         "n01440764 tench, Tinca tinca\nn01443537 goldfish\n"
     )
-    found = class_names.find(ids, tmp_path / "data")
+    found = wordnet.find(ids, tmp_path / "data")
     assert found == {ids[0]: "n01440764 tench, Tinca tinca", ids[1]: "n01443537 goldfish"}
     (tmp_path / "data/Labels.json").write_text('{"n01440764": "tench"}')
-    assert class_names.find(ids, tmp_path / "data") == {ids[0]: "n01440764 tench", ids[1]: ids[1]}
+    assert wordnet.find(ids, tmp_path / "data") == {ids[0]: "n01440764 tench", ids[1]: ids[1]}
     many = [f"n{i:08}" for i in range(1000)]
-    assert class_names.find(many, tmp_path / "nowhere" / "data")[many[1]] == f"{many[1]} goldfish"
-    assert class_names.find(["cat"], tmp_path / "data") == {"cat": "cat"}
+    assert wordnet.find(many, tmp_path / "nowhere" / "data")[many[1]] == f"{many[1]} goldfish"
+    assert wordnet.find(["cat"], tmp_path / "data") == {"cat": "cat"}
 
 
 def test_no_cell_of_the_csv_is_a_formula(tmp_path):
