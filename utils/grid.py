@@ -5,6 +5,7 @@ Interface: `with_first_drawn`, through which `utils.epoch.train` passes the firs
 """
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import matplotlib
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from utils.data import wordnet
 from utils.data.batches import Batches, MicroBatch
 from utils.session import Session
 from utils.start.errors import printable
@@ -96,7 +98,9 @@ def with_first_drawn(batches: Iterator[MicroBatch], session: Session) -> Iterato
     for number, batch in enumerate(batches):
         if number == 0:
             most = min(MOST, MOST_PIXELS // batch.images[0, 0].numel())
-            image = of_batch(session.train, batch.images, batch.targets, most)
+            folders = session.train.dataset.source.classes
+            classes = wordnet.words(folders, Path(session.args.data))
+            image = of_batch(session.train, batch.images, batch.targets, most, classes)
             epoch, step, _ = batch.position
             # One position after the run's start, so that a rerun from there replaces the image.
             x = round(1000 * (epoch + step / session.train.sampler.steps_per_epoch)) + 1
