@@ -76,20 +76,15 @@ def sheet(tiles: Sequence[np.ndarray], texts: Sequence[str], columns: int) -> Im
 
 
 def of_batch(
-    batches: Batches,
-    images: Tensor,
-    targets: Tensor,
-    most: int = MOST,
-    classes: Sequence[str] | None = None,
+    batches: Batches, images: Tensor, targets: Tensor, most: int, classes: Sequence[str]
 ) -> Image.Image:
     """Draw a batch's first images. They are normalised, [n, 3, size, size], and may be mixed.
 
-    ``classes``: names for the captions; default: those of the folders.
+    ``classes``: names for the captions.
     """
     count = max(1, min(len(images), most))
     tiles = list(pixels(images[:count], batches))
     columns = min(count, round((2 * count) ** 0.5))
-    classes = classes or batches.dataset.source.classes
     return sheet(tiles, captions(targets[:count], classes), columns)
 
 
