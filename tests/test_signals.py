@@ -104,13 +104,3 @@ def test_a_stop_before_the_first_step_is_one_line(folder, tmp_path, way, signum,
     assert result.code == 75, result
     (line,) = result.err.strip().splitlines()
     assert line.endswith(": stopped before training began; nothing to save"), line
-
-
-@pytest.mark.parametrize("way", ["nd", "spawn", "torchrun"])
-def test_the_first_line_comes_before_torch_is_imported(folder, tmp_path, way):
-    with Running(*command(way, folder, tmp_path)) as run:
-        name = "imagenet_nd.py" if way == "nd" else "imagenet_ddp.py"
-        run.until(f"^starting {name}.*: loading PyTorch$")
-        loaded = Path(f"/proc/{run.pid}/maps").read_text()
-        run.send(signal.SIGKILL)
-    assert way == "torchrun" or "libtorch" not in loaded
