@@ -62,7 +62,8 @@ def _remove_unused(folder: Path) -> None:
         for file in files:
             lock = stack.enter_context(open(file))
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.exists(f"/proc/{lock.read().strip() or 'none'}"):
+            torchrun = lock.read().strip()  # its process id; empty in other folders
+            if torchrun and os.path.exists(f"/proc/{torchrun}"):
                 return
         if files:
             shutil.rmtree(folder)
