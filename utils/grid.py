@@ -7,7 +7,6 @@ Interface: `with_first_drawn`, through which `utils.epoch.train` passes the firs
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
@@ -62,6 +61,8 @@ def sheet(tiles: Sequence[np.ndarray], texts: Sequence[str], columns: int) -> Im
     column, row = wide + GAP, high + LINE * lines + GAP
     page = Image.new("RGB", (columns * column + GAP, -(-len(tiles) // columns) * row + GAP), PAPER)
     pen = ImageDraw.Draw(page)
+    import matplotlib  # here, as its import takes 0.2 s in each process
+
     font = ImageFont.truetype(f"{matplotlib.get_data_path()}/fonts/ttf/DejaVuSans.ttf", 11)
     for number, (tile, text) in enumerate(zip(tiles, texts, strict=True)):
         x, y = GAP + number % columns * column, GAP + number // columns * row

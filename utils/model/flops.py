@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 TRAINING = 3  # a step's operations over those of its forward pass: backward takes two more
 # FLOP/s of tensor cores without sparsity, in 16 bits and in float32 (TF32 where there is one).
@@ -22,6 +21,8 @@ def of_image(model: nn.Module, image: Tensor) -> float:
 
     The model is left as it was. It must not be sharded.
     """
+    from torch.utils.flop_counter import FlopCounterMode  # imports triton, and sympy to count
+
     was_training = model.training
     model.eval()
     with FlopCounterMode(display=False) as counter:
