@@ -15,15 +15,16 @@ from utils.model import models
 
 EVALUATE = """
 from torch.nn.functional import cross_entropy
-data = torchvision.datasets.ImageFolder(sys.argv[1], preprocess)
-assert data.classes == best["classes"]
-images, targets = zip(*data)
-with torch.no_grad():
-    logits = model(torch.stack(images))
-targets = torch.tensor(targets)
-top1 = 100 * (logits.argmax(1) == targets).double().mean().item()
-loss = cross_entropy(logits, targets).item()
-print(json.dumps({"top1": top1, "loss": loss, "images": len(data)}))
+for folder in sys.argv[1:]:
+    data = torchvision.datasets.ImageFolder(folder, preprocess)
+    assert data.classes == best["classes"]
+    images, targets = zip(*data)
+    with torch.no_grad():
+        logits = model(torch.stack(images))
+    targets = torch.tensor(targets)
+    top1 = 100 * (logits.argmax(1) == targets).double().mean().item()
+    loss = cross_entropy(logits, targets).item()
+    print(json.dumps({"top1": top1, "loss": loss, "images": len(data)}))
 """
 # One of each family, with a size that it takes and that is not its own.
 FAMILIES = {
@@ -46,18 +47,18 @@ def data(tmp_path_factory) -> Path:
     return draw_folder(tmp_path_factory.mktemp("images") / "data", train=4, val=3)
 
 
-def evaluated(best: Path, images: Path) -> dict[str, float]:
-    """Loss and top-1 by the lines of README.md that load a best model, without this repository."""
+def evaluated(best: Path, *folders: Path) -> list[dict[str, float]]:
+    """Loss and top-1 on each folder by the lines of README.md that load a best model, alone."""
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert "runs/NAME/best.pt" in code
-    photo = next(images.glob("*/*"))
+    photo = next(folders[0].glob("*/*"))
     code = code.replace("runs/NAME/best.pt", str(best)).replace("photo.jpg", str(photo))
     code = f"import json, sys\n{code}{EVALUATE}"
-    words = [sys.executable, "-I", "-c", code, images]
+    words = [sys.executable, "-I", "-c", code, *folders]
     how = {"env": environment(), "cwd": best.parent, "capture_output": True}
-    prediction, results = subprocess.run(words, check=True, **how).stdout.splitlines()
+    prediction, *results = subprocess.run(words, check=True, **how).stdout.splitlines()
     assert re.fullmatch(rb"class_[012] \d+%", prediction)
-    return json.loads(results)
+    return [json.loads(result) for result in results]
 
 
 @pytest.mark.parametrize("arch", FAMILY_NAMES)
@@ -66,7 +67,7 @@ def test_the_lines_in_the_readme_give_the_accuracy_that_the_run_printed(data, tm
     line = ("-a", arch, *size, "-b", 4, "-j", 0, "--epochs", 1, "--lr", 1e-3)
     done = python("imagenet_nd.py", *line, "--output-dir", tmp_path, "--name", "run", data)
     assert done.code == 0, done.err
-    plain, run = evaluated(tmp_path / "run/best.pt", data / "val"), summary(tmp_path / "run")
+    (plain,), run = evaluated(tmp_path / "run/best.pt", data / "val"), summary(tmp_path / "run")
     assert plain["top1"] == pytest.approx(run["best_top1"], abs=1e-6)
     assert plain["loss"] == pytest.approx(run["best_loss"], rel=0.02)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, STAND_IN, Result, shell, summary
-from joined import command
+from joined import Forked, command
 from running import free_port
 
 from utils.model import models
@@ -172,11 +172,15 @@ def test_options_keep_their_names_and_defaults(mode):
 
 def test_two_nodes(folder, tmp_path):
     """Node 0 alone writes."""
-    line = f"python imagenet_ddp.py {TINY} --dist-url tcp://127.0.0.1:{free_port()} {folder}"
-    line += " --dist-backend nccl --desired-acc 0.75 --world-size 2 --output-dir "
+    url = f"tcp://127.0.0.1:{free_port()}"
+    line = f"--dist-url {url} {folder} --dist-backend nccl --desired-acc 0.75 --world-size 2"
     # Each node's own idea of when a line is due, 1 and 11 steps: that of node 0 counts.
-    more = (f"{tmp_path}/{rank} --rank {rank} -p {rank}1" for rank in (0, 1))
-    results = ends_well(*(line + words for words in more))
+    more = (f"--output-dir {tmp_path}/{rank} --rank {rank} -p {rank}1" for rank in (0, 1))
+    nodes = [Forked("imagenet_ddp", *f"{TINY} {line} {words}".split()) for words in more]
+    with nodes[0], nodes[1]:
+        results = [node.result() for node in nodes]
+    for result in results:
+        assert (result.code, "error" in result.err) == (0, False), result
     assert not [path for path in (tmp_path / "1").rglob("*") if path.is_file()]
     run = trained(tmp_path / "0", world_size=2, nodes=2, global_batch=10, comm="fp32")
     assert run.name.endswith("gpux2_b5_cpu0_ddp")

@@ -68,7 +68,7 @@ def test_names_that_the_terminal_cannot_show_end_no_training(tmp_path, shell_of)
     name = "modèle_日本"
     words = (*LINE.split(), "-j", "1", "--max-bad-files", "5", "--name", name)
     new = ("-u",) if shell_of else ()  # an interpreter, which reads these variables
-    line = (*new, "imagenet_ddp.py", *words, "--output-dir", tmp_path / "läufe", data)
+    line = (*new, "imagenet_nd.py", *words, "--output-dir", tmp_path / "läufe", data)
     done = python(*line, **shell_of)
     assert done.code == 0, done
     log = (tmp_path / "läufe" / name / "train.log").read_text("utf-8")

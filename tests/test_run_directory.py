@@ -202,11 +202,13 @@ def test_the_best_model_is_plain_torchvision_and_as_good_as_the_summary_says(ran
     for key in ("epoch", "top1", "top5"):
         assert best[key] == results[f"best_{key}"]
     best_loss = dict(ran.curves["Loss/val"])[results["best_epoch"]]
-    for part, images, top1, loss in (
+    parts = (
         ("val", 21, results["best_top1"], best_loss),
         ("test", 15, results["test_top1"], results["test_loss"]),
-    ):
-        plain = evaluated(ran.folder / "best.pt", ran.data / part)
+    )
+    folders = [ran.data / part for part, *_ in parts]
+    elsewhere = evaluated(ran.folder / "best.pt", *folders)
+    for (part, images, top1, loss), plain in zip(parts, elsewhere, strict=True):
         assert results[f"{part}_images"] == plain["images"] == images
         assert plain["top1"] == pytest.approx(top1, abs=1e-6)
         assert plain["loss"] == pytest.approx(loss, rel=0.01)

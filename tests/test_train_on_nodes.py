@@ -20,8 +20,9 @@ SECRET = "kept+from/everybody="
 EMPTY_SECONDS = TIMEOUT / 2
 # What fails, the length of a step, the exit code. Ranks that are stuck in a step of 600 s do not
 # notice a request.
-ENDS = [("SIGKILL", 0.05, -signal.SIGKILL), ("rank", 0.05, LOST_PEER)]
+ENDS = [("SIGKILL", 0.05, -signal.SIGKILL)]
 LONG_ENDS = [("SIGKILL", 600, -signal.SIGKILL), ("torchrun", 0.05, LOST_PEER)]
+LONG_ENDS += [("rank", 0.05, LOST_PEER)]  # test_job has it in small
 LONG_ENDS += [(f"SIG{name}", 0.05, INTERRUPTED) for name in ("TERM", "HUP", "INT")]
 LONG_ENDS += [(name, 600, LOST_PEER) for name in ("SIGTERM", "SIGINT SIGINT")]
 LONG_ENDS += [(f"link {n}", s, LOST_PEER) for n, s in ((0, 600), (0, 0.05), (1, 0.05), (2, 600))]
