@@ -100,6 +100,7 @@ def test_varied_options_and_seeds():
         ("-b largest", TRAINING, "the study sets -b: give -b before imagenet_ddp.py"),
         ("-b 8 --global-batch 64", "imagenet_ddp.py tests", "either --global-batch or -b"),
         ("--link 5", TRAINING, "--link 5 is not a rate"),
+        ("--store s", f"{TRAINING} --store t", "give --store before imagenet_ddp.py"),
         ("--slurm", TRAINING, "--slurm needs --nodes"),
         ("--epochs 3", TRAINING, "--epochs is an option of the training: give it after the script"),
         ("--node 3", TRAINING, "^2scaling_study.sh: error: unknown option --node: .* --nodes"),
@@ -157,10 +158,11 @@ def test_a_finished_study_can_be_lengthened(tmp_path, summary, training, own, lo
             runs[0].file("command").write_text(shlex.join(runs[0].command))
         with scaling_study.study_lock(tmp_path / "book/s", runs):
             pass
-    cosine = [plan("--nodes 1", f"{words} --lr-schedule cosine --epochs {n}") for n in (2, 3)]
-    runs[0].file("command").write_text(shlex.join(cosine[0][0].command))
-    with pytest.raises(UserError, match="s_1node cannot be lengthened, as its --lr-schedule"):
-        scaling_study.study_lock(tmp_path / "book/s", cosine[1]).__enter__()
+    for depends in ("--lr-schedule cosine", "--progressive 32,48"):
+        both = [plan("--nodes 1", f"{words} {depends} --epochs {n}") for n in (2, 3)]
+        runs[0].file("command").write_text(shlex.join(both[0][0].command))
+        with pytest.raises(UserError, match="s_1node cannot be lengthened, as its --lr-schedule"):
+            scaling_study.study_lock(tmp_path / "book/s", both[1]).__enter__()
 
 
 def test_with_hours_epochs_are_unlimited_and_the_rate_is_constant():
@@ -172,6 +174,7 @@ def test_with_hours_epochs_are_unlimited_and_the_rate_is_constant():
     ):
         runs = plan("--nodes 1 --hours 2", f"{TRAINING} {more}")
         assert [options(runs, name)[0] for name in ("--epochs", "--lr-schedule")] == expected
+        assert runs[0].epochs == int(expected[0])
     (run,) = plan("--nodes 1 --hours 2", "imagenet_ddp.py tests --recipe fast16")
     assert "--epochs" not in run.command
 
