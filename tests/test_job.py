@@ -64,6 +64,7 @@ hosts.exit_with(Local(options, ["script.py"], machines, "").run)
 SCRIPT = """
 import os, signal, subprocess, sys, time
 def end(*_):
+    time.sleep(0.5)  # as a snapshot takes a while
     open("snapshot", "w").close()
     sys.exit(75)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
