@@ -64,7 +64,7 @@ hosts.exit_with(Local(options, ["script.py"], machines, "").run)
 SCRIPT = """
 import os, signal, subprocess, sys, time
 def end(*_):
-    time.sleep(0.5)  # as a snapshot takes a while
+    time.sleep(1.5)  # as a snapshot takes a while: longer than LOST_SECONDS
     open("snapshot", "w").close()
     sys.exit(75)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -123,6 +123,7 @@ def ended(run: Running) -> tuple[int, str]:
     ("codes", "code", "said"),
     [
         ((0, 0), 0, ""),
+        ((0, None), 0, ""),  # the others get a moment to finish
         ((None, 1), 1, "b ended with exit code 1; stopping the rest"),
         ((-9, None), LOST_PEER, "a ended with exit code 137: killed by SIGKILL; stopping the rest"),
         ((None, INTERRUPTED), INTERRUPTED, "b ended with exit code 75; stopping the rest"),
@@ -138,6 +139,7 @@ def test_the_exit_code_of_a_job(start, tmp_path, codes, code, said):
         own_code, messages = ended(run)
     assert own_code == code
     assert said in messages
+    assert (tmp_path / "snapshot").exists() == (INTERRUPTED in codes), "there is time for it"
 
 
 WAYS = ["launcher SIGSTOP", "launcher SIGKILL", "launcher SIGINT", "launcher SIGHUP"]
