@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import json
 import re
 import sys
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from utils.start.errors import UserError
 sys.path += [str(ROOT / "scripts/ssh"), str(ROOT / "scripts/examples")]
 import hivemind_train
 import launcher
+from job import TORCHRUN
 
 DDP = ["imagenet_ddp.py", "-a", "resnet50", "DATA"]
 HOSTS = "# two\nu@a slots=2 # one\n\nb ip=10.0.0.2  slots=2 runs=/r\n"
@@ -98,6 +100,21 @@ def test_the_cause_decides_the_exit_code_of_a_job(codes, failed, code):
         node.code = own
     job.running, job.failed = job.nodes, None if failed is None else job.nodes[failed]
     assert job.exit_code() == code
+    job.signals = [15]  # then a snapshot counts, whichever node has written it
+    assert job.exit_code() == (75 if 75 in codes else next((x for x in codes if x), 0))
+
+
+def test_each_node_gets_its_place_and_its_own_number_of_processes():
+    options = argparse.Namespace(port=None, env=None, dir="d", python=None, grace=1.0)
+    machines = [launcher.Host("a", 2), launcher.Host("b", 3)]
+    job, orders = launcher.Job(options, [TORCHRUN, "train.py"], machines, ""), []
+    for number, node in enumerate(job.nodes):
+        node.hello, node.say = {"port": 7 + number, "address": f"10.0.0.{number}"}, orders.append
+    job.start(job.nodes)
+    for rank, order in enumerate(orders):
+        place = [f"--node_rank={rank}", "--master_addr=10.0.0.0", "--master_port=7"]
+        words = [TORCHRUN, "--nnodes=2", *place, f"--nproc_per_node={2 + rank}", "train.py"]
+        assert json.loads(order)["command"] == words
 
 
 def test_without_ray_its_example_says_what_to_install(tmp_path):
