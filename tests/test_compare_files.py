@@ -3,6 +3,7 @@
 import csv
 import itertools
 import re
+import sys
 
 import compare_runs
 import matplotlib
@@ -12,6 +13,8 @@ from compare import pictures
 from conftest import python
 from event_files import HAL, SCRIPT, epochs_of, folder_name, table, write
 from running import eventually
+
+from utils.start.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -122,22 +125,17 @@ def test_the_page_in_a_browser(hal):
         title = "layout.xaxis.title.text"
         until(f"{chart}.{title}.includes('of training')")
         until(f"document.querySelector('details .chart').{title}.includes('of training')")
-        for scheme in ("light", "dark"):
-            feature = {"name": "prefers-color-scheme", "value": scheme}
-            page.call("Emulation.setEmulatedMedia", features=[feature])
-            colour = page.run("getComputedStyle(document.body).backgroundColor")
-            assert (max(map(int, re.findall(r"\d+", colour))) < 60) == (scheme == "dark")
         assert not page.errors
         loaded = [url for url in page.requests if not url.startswith(("data:", "blob:"))]
         assert loaded == [(hal / "my out" / "compare.html").as_uri()]
 
 
-def test_without_plotly_one_line_says_how_to_get_it(tmp_path):
+def test_without_plotly_one_line_says_how_to_get_it(tmp_path, monkeypatch):
     write(tmp_path / "a", epochs_of(100, 64))
-    hide = "import sys; sys.modules['plotly'] = None; sys.path[:0] = ['scripts']; "
-    hide += "sys.argv = sys.argv[1:]; "
-    hide += "import runpy; runpy.run_path(sys.argv[0], run_name='__main__')"
-    python("-c", hide, SCRIPT, tmp_path / "a").fails_with("pip install plotly")
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    monkeypatch.delitem(sys.modules, "plotly.offline", raising=False)
+    with pytest.raises(UserError, match="pip install plotly"):
+        compare_runs.main([str(tmp_path / "a")])
 
 
 def test_runs_that_cannot_be_compared_have_no_common_charts(tmp_path, capsys, monkeypatch):
@@ -191,13 +189,11 @@ def test_pictures_of_the_hardware_and_labels_with_special_characters(tmp_path):
 @pytest.mark.parametrize("label", ["1 node", "a label that is longer than others are"])
 def test_no_text_of_a_picture_is_cut_off_or_on_another_one(tmp_path, label):
     for name, rate in (("a", 100), ("b", 101)):
-        epochs = epochs_of(rate, 64)
-        for values in epochs.values():
-            values |= {"IO/wait_share": 0.25, "IO/read_mb_s": 80.0, "IO/files_s": 700.0}
-        write(tmp_path / name, epochs, options={"gpus": 1 + (name == "b"), "nodes": 1})
+        options = {"gpus": 1 + (name == "b"), "nodes": 1}
+        write(tmp_path / name, epochs_of(rate, 64), options=options)
     words = (tmp_path / "a", tmp_path / "b", "--labels", label, f"{label[:-1]}s")
     plan = pictures.plan(table(*words)[2])
-    for name in ("overlay", "IO", "training_throughput", "training_time", "top1_val_hours"):
+    for name in ("overlay", "training_throughput", "training_time", "top1_val_hours"):
         with matplotlib.rc_context(pictures.MATPLOTLIB):
             figure = plan[name]()
             figure.draw_without_rendering()
@@ -216,14 +212,3 @@ def test_by_default_a_comparison_lies_beside_the_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "runs" / "a")
     for first in (file, file.parent, file.parent.parent, type(file)("."), type(file)("..")):
         assert compare_runs.beside(first) == tmp_path / "runs" / "compare"
-
-
-def test_runs_of_one_epoch_are_drawn(tmp_path):
-    write(tmp_path / "a", epochs_of(100, 64, (20,)))
-    plan = pictures.plan(table(tmp_path / "a")[2])
-    (axes,) = plan["top1_val_hours"]().axes
-    assert axes.get_xlabel() == "minutes of training" and axes.get_xlim()[0] == 0
-    assert axes.lines[0].get_xdata() == pytest.approx([100 / 60])
-    (axes,) = plan["top1_val"]().axes
-    low, high = axes.get_xlim()
-    assert [x for x in axes.get_xticks() if low <= x <= high] == [1]

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from joined import in_processes
 from o2_cases import network
 from torch import nn
 
@@ -126,27 +124,3 @@ def test_each_trial_is_a_micro_batch_without_gradients_of_the_last_one(monkeypat
 
     find_batch.search(one, train_step, 8)
     assert len(gpu.tried) > 2
-
-
-def sharded(rank: int, size: int) -> bool:
-    """Whether a step is the same after a micro-batch whose gradients were dropped."""
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import fully_shard
-
-    torch.manual_seed(0)
-    model, images, gradients = nn.Linear(8, 4), torch.randn(4, 8), []
-    fully_shard(model, mesh=DeviceMesh.from_group(dist.group.WORLD, "cpu"))
-    for after_trial in (False, True):
-        if after_trial:
-            model.set_requires_gradient_sync(False)
-            model(images).sum().backward()
-            find_batch.forget_gradients(model)
-        model.set_requires_gradient_sync(True)
-        model(images).square().sum().backward()
-        gradients.append(model.weight.grad.to_local().clone())
-        model.zero_grad()
-    return torch.equal(*gradients)
-
-
-def test_a_sharded_model_forgets_whole_gradients_too():
-    assert in_processes(2, sharded) == [True, True]
