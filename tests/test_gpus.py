@@ -4,16 +4,13 @@ nvidia-smi, pip and torch are stand-ins."""
 
 import importlib
 import json
-import os
-import signal
-import subprocess
 import sys
 
 import check_requirements
 import pytest
 import torch
-from conftest import ROOT, activated, shell, train
-from running import Process, alone, eventually
+from conftest import ROOT, shell, train
+from running import alone
 
 from utils.start import nvidia
 from utils.start.errors import UserError
@@ -87,13 +84,12 @@ def test_torch_is_chosen_by_driver_and_gpus(bin_folder, tmp_path, driver, cards,
                 nvidia.choose(machine)
 
 
-def test_without_a_driver_the_newest_is_chosen(bin_folder, tmp_path):
-    assert nvidia.choose(nvidia.look(tmp_path)) == (
-        nvidia.NEWEST,
-        "no NVIDIA GPU here",
-    )
-    simulate(bin_folder, fails="echo No devices were machine; exit 6")
-    assert nvidia.choose(nvidia.look(tmp_path))[0] == nvidia.NEWEST
+def test_without_gpus_the_newest_is_chosen_and_nothing_is_wrong(bin_folder, tmp_path):
+    """A machine for many tasks may have nvidia-smi all the same."""
+    for _ in range(2):
+        assert nvidia.choose(nvidia.look(tmp_path)) == (nvidia.NEWEST, "no NVIDIA GPU here")
+        check_gpus()
+        simulate(bin_folder, fails="echo No devices were found; exit 6")
 
 
 @pytest.mark.parametrize(
@@ -167,13 +163,9 @@ def test_gpus_that_torch_cannot_use_are_an_error(
 @pytest.mark.parametrize(
     ("said", "visible", "words"),
     [
-        (
-            "The NVIDIA driver\n is too old (found version 12040).",
-            "7",
-            "The NVIDIA driver is too old",
-        ),
+        ("The NVIDIA driver\n is too old (12040).", "7", "The NVIDIA driver is too old"),
         ("No CUDA GPUs are available", "7", "CUDA_VISIBLE_DEVICES=7 selects none of them"),
-        ("Found no NVIDIA driver on your system.", None, "a container needs `--gpus all`"),
+        ("Found no NVIDIA driver on your system.", "", "a container needs `--gpus all`"),
     ],
 )
 def test_the_reason_of_cuda_comes_first(bin_folder, monkeypatch, said, visible, words):
@@ -189,13 +181,6 @@ def test_the_reason_of_cuda_comes_first(bin_folder, monkeypatch, said, visible, 
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with pytest.raises(UserError, match=f"this machine: {words}"):
         check_gpus()
-
-
-def test_without_gpus_there_is_no_error(bin_folder):
-    """A machine for many tasks may have nvidia-smi all the same."""
-    check_gpus()
-    simulate(bin_folder, fails="echo No devices were found; exit 6")
-    check_gpus()
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -222,23 +207,6 @@ def test_wrappers_end_with_the_error_and_without_gpus_the_log_says_so(bin_folder
     train("imagenet_nd.py", *options, *where, PATH=f"{bin_folder}:/usr/bin:/bin")
     first = (tmp_path / "cpu/train.log").read_text().splitlines()[0]
     assert "CUDA_VISIBLE_DEVICES hides Tesla T4 (driver 515.54): training" in first
-
-
-def test_the_choice_of_torch_ends_with_its_shell(bin_folder, tmp_path):
-    """nvidia-smi hangs; the shell is killed."""
-    note = tmp_path / "asks"
-    simulate(bin_folder, fails=f"echo $PPID $$ >{note}.new; mv {note}.new {note}; exec sleep 600")
-    path = f"{bin_folder}:{os.environ['PATH']}"
-    line = f"PATH={path}; source scripts/environment.sh; choose_python"
-    process = subprocess.Popen(["bash", "-c", line], cwd=ROOT, env=activated(), text=True)
-    assert eventually(note.exists)
-    choosing, nvidia_smi = map(Process, map(int, note.read_text().split()))
-    assert "choose_torch.py" in choosing.command
-    process.kill()
-    process.wait()
-    ended = eventually(lambda: not choosing.lives())
-    os.kill(nvidia_smi.pid, signal.SIGKILL)
-    assert ended
 
 
 # ---- the set-up

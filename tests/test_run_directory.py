@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import draw_folder, python, scalars, summary, train
+from conftest import draw_folder, scalars, summary, train
 from running import snapshot
 from test_best_model import evaluated
 from test_checkpoint import trained
@@ -23,6 +23,7 @@ from torchvision.models import get_model
 from utils import epoch, loop, report
 from utils.run.run_directory import Run, RunFolder, checkpoint_file, choose
 from utils.run.stopping import Reason
+from utils.start.errors import UserError
 from utils.start.option_types import Options
 from utils.start.world import World
 
@@ -32,7 +33,7 @@ TAGS = {
 }
 GROUPS = ("Best/", "IO/", "CPU/", "Memory/", "Amp/", "Step/")
 GROUPS += ("Time/data", "Time/compute", "Time/communication", "Loss/test", "Top1/test", "Top5/test")
-OPTIONS = ("-b", "5", "--epochs", "3", "--lr", "0.1", "--seed", "2", "-p", "4")
+OPTIONS = ("-b", "5", "--epochs", "3", "--lr", "0.1", "--seed", "2", "-p", "5")
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +53,8 @@ def ran(tmp_path_factory) -> SimpleNamespace:
     output = tmp_path_factory.mktemp("output") / "made" / "runs"
     out = train("imagenet_nd.py", *OPTIONS, "--output-dir", output, data).out
     (run,) = output.iterdir()
-    return SimpleNamespace(
-        folder=run, data=data, out=out, curves=scalars(run), summary=summary(run)
-    )
+    curves, results = scalars(run), summary(run)
+    return SimpleNamespace(folder=run, data=data, out=out, curves=curves, summary=results)
 
 
 def test_name_and_files_of_a_run(ran):
@@ -89,6 +89,9 @@ def test_an_evaluation_of_a_run_takes_its_best_model(tmp_path):
     assert checkpoint_file(args) == tmp_path / "run/best.pt"
     args.evaluate = False
     assert checkpoint_file(args) == tmp_path / "run/snapshot.pt"
+    args.evaluate, args.name = True, "other"
+    with pytest.raises(UserError, match=r"other has no best\.pt and no snapshot\.pt to evaluate"):
+        checkpoint_file(args)
 
 
 @pytest.mark.parametrize(
@@ -122,14 +125,17 @@ def test_curves_have_the_tags_of_older_runs_and_count_what_they_say(ran):
         assert all(map(math.isfinite, curves[tag])), tag
     assert curves["Top5/train"] == curves["Top5/val"] == [100] * 3  # there are 3 classes
     assert curves["Lr"] == pytest.approx([0.1] * 3)
-    assert curves["IO/files_s"] == pytest.approx(
-        curves["Throughput/train"]
-    )  # since the epoch began
-    for tag in [tag for tag in curves if tag.startswith("Step/")]:
-        # In thousandths of an epoch of 12 steps, with a line after every fourth.
-        assert [x for x, _ in ran.curves[tag]] == [round(1000 * i / 3) for i in range(1, 10)], tag
-    # A point is of the steps since the last one, all of as many.
-    means = [sum(curves["Step/loss"][i : i + 3]) / 3 for i in range(0, 9, 3)]
+    assert curves["IO/files_s"] == pytest.approx(curves["Throughput/train"])
+    # The first step has a line as well; the next line includes it, and curves leave it out.
+    lines = re.findall(r"^Epoch (\d)/3 step +(\d+)/12  loss (\S+)", ran.out, re.MULTILINE)
+    printed = [(epoch, step) for epoch in (1, 2, 3) for step in (5, 10, 12)]
+    assert [(int(epoch), int(step)) for epoch, step, _ in lines] == [(1, 1), *printed]
+    for tag in [tag for tag in curves if tag.startswith("Step/")]:  # in thousandths of an epoch
+        places = [round(1000 * (epoch - 1 + step / 12)) for epoch, step in printed]
+        assert [x for x, _ in ran.curves[tag]] == places, tag
+    losses = curves["Step/loss"]  # a point is of the steps since the last one
+    assert losses == pytest.approx([float(loss) for _, _, loss in lines[1:]], rel=1e-3)
+    means = [(5 * losses[i] + 5 * losses[i + 1] + 2 * losses[i + 2]) / 12 for i in (0, 3, 6)]
     assert means == pytest.approx(curves["Loss/train"])
 
 
@@ -160,12 +166,10 @@ def test_the_line_of_an_epoch(logged):
     record |= {"Loss/train": 1.5, "Top1/train": 10.0, "Top5/train": 20.0}
     record |= {"Loss/val": 123456789.0, "Top1/val": 30.0, "Top5/val": 40.0}
     Run.epoch(mock.MagicMock(args=Options(epochs=3)), record, "0:01:00")
-    train, val = (
-        "loss 1.5000 top-1 10.00 top-5 20.00",
-        "loss 1.235e+08 top-1 30.00 top-5 40.00 ema 50.00",
-    )
-    rest = "lr 0.01  60.0 images/s  left 0:01:00"
-    assert logged == [f"Epoch 2/3  train: {train}  val: {val}  {rest}"]
+    assert logged == [
+        "Epoch 2/3  train: loss 1.5000 top-1 10.00 top-5 20.00  val: loss 1.235e+08 top-1 30.00 "
+        "top-5 40.00 ema 50.00  lr 0.01  60.0 images/s  left 0:01:00"
+    ]
 
 
 def test_values_that_are_missing_are_null_in_the_summary_and_no_points(tmp_path):
@@ -174,10 +178,7 @@ def test_values_that_are_missing_are_null_in_the_summary_and_no_points(tmp_path)
     Run.scalars(run, {"Lr": 0.1, "Time/train": math.nan}, 3)
     sink.scalars.assert_called_once_with({"Lr": 0.1}, 3)
     RunFolder(tmp_path, None).write_summary({"val_loss": math.nan, "epochs_done": 2}, ())
-    assert json.loads((tmp_path / "summary.json").read_text(), parse_constant=pytest.fail) == {
-        "val_loss": None,
-        "epochs_done": 2,
-    }
+    assert summary(tmp_path) == {"val_loss": None, "epochs_done": 2}
 
 
 def test_options_json_keeps_all_options_and_the_command(ran):
@@ -246,8 +247,6 @@ def test_the_best_model_may_be_that_of_the_lowest_loss(ran, tmp_path):
         assert f"{part}: loss {results['best_loss']:.4f}  top-1 33.333 %" in done.out
     assert {path.name for path in tmp_path.iterdir()} == {"a", "data"}
     assert summary(tmp_path / "a") == results
-    line = ("imagenet_nd.py", *evaluate, "--name", "b", "--resume", "auto", tmp_path / "data")
-    python(*line).fails_with(f"{tmp_path}/b has no best.pt and no snapshot.pt to evaluate")
 
 
 def test_the_last_line_says_how_to_continue(folder, tmp_path):

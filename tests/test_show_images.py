@@ -3,12 +3,13 @@
 import io
 import json
 import shutil
+import sys
 
 import numpy as np
 import pytest
 import show_images
 import torch
-from conftest import STAND_IN, draw_folder, python
+from conftest import STAND_IN, python
 from joined import Job, run_jobs
 from PIL import Image
 from results import class_sizes
@@ -16,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from utils import grid
 from utils.data.preprocessing import MEAN, STD
+from utils.start.errors import UserError
 
 SIZE, GAP, LINE, ZOOM = 32, 8, 15, 3  # small images are drawn three times as large
 MIXED = ("--mixup", "0.4", "--cutmix", "1", "--auto-augment", "ra", "--random-erasing", "0.5")
@@ -50,6 +52,7 @@ def test_the_picture_shows_what_train_step_gets(mode, folder, tmp_path):
         for place in (folder / "train", folder / "val"):
             for number, name in enumerate(names):
                 (place / f"class_{number}").rename(place / name)
+        (folder / "train/n00000001/003.JPEG").unlink()
     words = ("-a", "tiny_plain", "--image-size", SIZE, "-j", 1, "--epochs", 2, *CASES[mode])
     where = ("--output-dir", tmp_path, "--name", "run")
     file, processes, more = tmp_path / "shown.png", 1, ()
@@ -65,7 +68,10 @@ def test_the_picture_shows_what_train_step_gets(mode, folder, tmp_path):
     batch = torch.load(tmp_path / "batch.pt").permute(0, 2, 3, 1)
     trained = ((batch * torch.tensor(STD) + torch.tensor(MEAN)) * 255).round()
 
-    assert f"wrote {tmp_path / 'shown_classes.png'}: " in done.out
+    sizes = "in train/, words 0 has 20 images, and words 1 has 19"
+    if mode == "ddp":
+        sizes = "each class has 20 images in train/"
+    assert f"wrote {tmp_path / 'shown_classes.png'}: {sizes}" in done.out
     columns, lines = {12: (5, 2), 3: (2, 1)}[len(trained)]
     shown = tiles(Image.open(file), len(trained), columns, lines)
     assert shown.tolist() == trained.int().tolist()
@@ -103,31 +109,17 @@ def test_the_same_images_in_several_epochs_beside_their_originals(folder, tmp_pa
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--epochs", "0,90"), "epoch 90 is not one of the 90 epochs"),
-        (("--out", "no/folder/x.png"), "No such file or directory"),
-        (("--out", "picture.doc"), "ends in .png"),
-        (("--dummy",), "--dummy has no images"),
-        (("--val", "--epochs", "0,1"), "leave out --val"),
+        ("--epochs 0,90", "epoch 90 is not one of the 90 epochs"),
+        ("--out picture.doc", "ends in .png"),
+        ("--dummy", "--dummy has no images"),
+        ("--val --epochs 0,1", "leave out --val"),
     ],
 )
-def test_bad_input_is_one_line(words, message, folder):
-    show("--image-size", SIZE, "-b", 4, *words, folder).fails_with(message)
-
-
-def test_wordnet_classes_are_shown_by_their_words(tmp_path, monkeypatch):
-    draw_folder(tmp_path, train=2, val=1)
-    for folder in tmp_path.glob("*/class_*"):
-        folder.rename(folder.with_name(f"n0000000{folder.name[-1]}"))
-    (tmp_path / "train/n00000000/001.JPEG").unlink()
-    (tmp_path / "LOC_synset_mapping.txt").write_text("n00000000 a fish\nn00000001 a cock\n")
-    shown = []
-    captions = grid.captions
-    monkeypatch.setattr(grid, "captions", lambda *args: shown.append(args[1]) or captions(*args))
-    args = show_images.parse(["--image-size", "32", "-b", "4", "-j", "0", str(tmp_path)])
-    loaders = show_images.draw(args)[2]
-    assert shown == [["a fish", "a cock", "n00000002"]]
-    said = show_images.draw_class_sizes(loaders, tmp_path, tmp_path / "sizes.png")
-    assert said == "in train/, a cock has 2 images, and a fish has 1"
+def test_bad_input_is_an_error(monkeypatch, words, message, folder):
+    line = f"show_images.py --image-size 32 -b 4 {words} {folder}"
+    monkeypatch.setattr(sys, "argv", line.split())
+    with pytest.raises(UserError, match=message):
+        show_images.main()
 
 
 def test_captions_name_the_classes_and_the_shares_of_mixed_images():
@@ -144,7 +136,6 @@ def test_unequal_classes_are_seen_and_said(tmp_path, classes):
     file = tmp_path / "sizes.png"
     said = class_sizes.draw(names, targets, file)
     assert said == f"in train/, {names[1]} has 9 images, and {names[-1]} has 1"
-    with Image.open(file) as picture:
-        assert picture.width > picture.height > 200
+    assert file.is_file()
     equal = class_sizes.draw(names, {"train": [*range(classes), *range(classes)]}, file)
     assert equal == "each class has 2 images in train/"

@@ -9,22 +9,18 @@ import sys
 import urllib.request
 from pathlib import Path
 
-import pytest
 from conftest import shell
 from event_files import epochs_of, write
 from running import Running, eventually, free_port
 
-# Stands in for ssh: options, host, command; a host called "away" cannot be reached.
+# Stands in for ssh: options, host, command; a host without a folder of programs cannot be reached.
 SSH = """#!/bin/bash
 while [[ $1 == -* ]]; do [[ $1 == -[ol] ]] && shift; shift; done
-host=$1; shift
-[[ $host == *away ]] && { echo "ssh: connect to host $host: timed out" >&2; exit 255; }
-PATH=%s exec bash -c "$*"
+host=${1#*@} PATH=%s/${1#*@}; shift
+[[ -d $PATH ]] || { echo "ssh: connect to host $host: timed out" >&2; exit 255; }
+exec bash -c "$*"
 """
-BASH = (
-    "-c",
-    "import os, sys; os.execvp('bash', ['bash', 'scripts/tensorboard.sh', *sys.argv[1:]])",
-)
+EXEC = "import os, sys; os.execvp('bash', ['bash', 'scripts/tensorboard.sh', *sys.argv[1:]])"
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 
 
@@ -37,31 +33,31 @@ def shown(port: int) -> list[str]:
         return []
 
 
-@pytest.mark.parametrize("by", ["rsync", "tar"])
-def test_runs_of_other_hosts(tmp_path, by):
-    if by == "rsync" and not shutil.which("rsync"):
-        pytest.skip("no rsync here")
-    bin_here, bin_there = tmp_path / "bin", tmp_path / "bin_there"
-    bin_here.mkdir()
-    bin_there.mkdir()
-    for tool in ["bash", "find", "tar", "gzip"] + (["rsync"] if by == "rsync" else []):
-        (bin_there / tool).symlink_to(shutil.which(tool))
-    (bin_here / "ssh").write_text(SSH % bin_there)
+def test_runs_of_other_hosts(tmp_path):
+    """By rsync, and by tar from a host that lacks it."""
+    bin_here = tmp_path / "bin"
+    for host, tools in (("near", "bash find tar gzip rsync"), ("slim", "bash find tar gzip")):
+        (bin_here / host).mkdir(parents=True)
+        for tool in filter(shutil.which, tools.split()):
+            (bin_here / host / tool).symlink_to(shutil.which(tool))
+    (bin_here / "ssh").write_text(SSH % bin_here)
     (bin_here / "ssh").chmod(0o755)
     theirs, port = tmp_path / "theirs", free_port()
     write(theirs / "far" / "one", epochs_of(100, 64))
     (theirs / "far" / "one" / "snapshot.pt").write_bytes(b"large")
     write(theirs / "hosts" / "third", epochs_of(100, 64))  # that it has fetched itself
     hosts = tmp_path / "hosts"
-    hosts.write_text(f"# nodes\n\nme@near  slots=4 ip=10.0.0.1 runs={theirs}  # fast\nme@away")
+    near = f"me@near  slots=4 ip=10.0.0.1 runs={theirs}  # fast"
+    hosts.write_text(f"# nodes\n\n{near}\nslim runs={theirs}\nme@away")
     write(tmp_path / "runs" / "mine", epochs_of(100, 64))
     own = {"PORT": str(port), "RUNS": f"{tmp_path}/runs", "EVERY": "1", "VIRTUAL_ENV": sys.prefix}
-    with Running(*BASH, hosts, PATH=f"{bin_here}:{PATH}", **own) as started:
+    with Running("-c", EXEC, hosts, PATH=f"{bin_here}:{PATH}", **own) as started:
         started.until(rf"ssh -N -L {port}:localhost:{port} \S+@\S+")
-        assert eventually(lambda: shown(port) == ["hosts/near/far/one", "mine"])
+        theirs_here = [f"hosts/{host}/far/one" for host in ("near", "slim")]
+        assert eventually(lambda: shown(port) == [*theirs_here, "mine"])
         # A run that begins later is fetched, too.
         write(theirs / "two", epochs_of(100, 64))
-        assert eventually(lambda: len(shown(port)) == 3)
+        assert eventually(lambda: len(shown(port)) == 5)
         fetched = [file for file in (tmp_path / "runs").rglob("*") if file.is_file()]
         assert {"tfevents" in file.name for file in fetched} == {True}
         # The fetching ends with TensorBoard.
