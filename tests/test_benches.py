@@ -196,13 +196,6 @@ def test_a_slow_disk_delays_each_open_and_read(folder, tmp_path):
     assert max(rates[names[0], "10 ms"], rates[names[2], "10 ms"]) < 1000 / 20
 
 
-def test_without_photographs_it_says_what_to_install(monkeypatch, tmp_path):
-    line = ["", "--photographs", str(tmp_path), "--cache", str(tmp_path / "cache")]
-    monkeypatch.setattr(sys, "argv", line)
-    with pytest.raises(UserError, match="apt-get install"):
-        bench_input.main()
-
-
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_methods_are_compared_with_one_node_and_with_the_first_method(monkeypatch, capsys, rank):
     took = {"alone": [90, 80, 100], "fp32": [180, 200, 200], "int8": [90, 100, 100]}

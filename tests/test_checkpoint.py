@@ -144,9 +144,10 @@ def test_harmless_changes_are_logged(tmp_path, logged, monkeypatch):
 def test_options_that_have_new_names_are_compared(tmp_path, logged):
     """A snapshot of an earlier version."""
     saved = {"arch": "tiny", "world_size": 2, "rank": 1, "desired_acc": 75.0}
-    now = Options(**vars(ARGS) | {"nodes": 1, "node_rank": 0, "target_top1": 75.0})
+    now = Options(**vars(ARGS) | {"nodes": 1, "node_rank": 0, "target_top1": 80.0})
     assert resumed(tmp_path, ours(options=saved), now)[1]
-    assert logged == ["changed since the snapshot: --nodes 1 (was 2)"]
+    changes = "--nodes 1 (was 2), --target-top1 80.0 (was 75.0)"
+    assert logged == [f"changed since the snapshot: {changes}"]
 
 
 # ---- formats of others
@@ -289,16 +290,17 @@ def test_other_data_than_those_of_the_snapshot_are_named(tmp_path, logged, chang
     at_end, middle = (ours(replace(state, step=step)) for step in (0, 6))
     new = {"train": train, "val": val}
 
-    def again(content, now):
+    def again(content, now, args=ARGS):
         torch.save(content, tmp_path / "snapshot.pt")
         state = replace(build(seed=1), global_batch=32, data=now)
-        resume(state, ARGS, tmp_path / "snapshot.pt")
+        resume(state, args, tmp_path / "snapshot.pt")
 
     again(at_end, new)
     assert len(logged) == 1 and re.search(f"changed since the snapshot: .*{words}", logged[0])
     if change in ("added", "renamed"):
         with pytest.raises(UserError, match=f"{words}.* begin epoch 3 again with --start-epoch 2"):
             again(middle, new)
+        again(middle, new, Options(**vars(ARGS) | {"start_epoch": 2}))  # as the message proposes
     else:
         again(middle, new)
     logged.clear()

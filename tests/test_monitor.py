@@ -85,10 +85,12 @@ def test_parts_add_up_and_printing_is_no_part(timer):
     marks.number = 30
     timer.now.append(("communication", marks.at(24), marks.at(28)))  # 4 s for other processes
     timer.end(update=True)  # 31: 9 s
+    assert timer.recent()["compute"] == 15
     marks.number = 1000  # a line is printed
     timer.wait()  # 1001
     timer.begin()  # 1002
     timer.end(update=True)  # 1003
+    assert timer.recent()["compute"] == 1
     assert timer.stop() == {"data": 6, "compute": 8, "communication": 2}
     assert timer.total == StepTimes(2, {"data": 12, "compute": 16, "communication": 4})
 
@@ -308,9 +310,10 @@ def _epoch(rank, size):
     """What a step records whose compute takes 1 s in rank 0 and 11 s in rank 1."""
     with closing(monitor(World(CPU, rank=rank, size=size))) as one:
         marks = Marks(one)
-        for _ in one.timed([SimpleNamespace(ends_step=True)]):
+        for _ in one.timed([SimpleNamespace(ends_step=True)] * 2):
             marks.number += 10 * rank
             one.end(True)
+            marks.number += 1000  # a line is printed
         return one.end_epoch()
 
 

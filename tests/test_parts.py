@@ -84,6 +84,7 @@ def test_position_embeddings_are_resized_to_the_images(tmp_path):
         ({"conv1.weight": torch.zeros(3)}, r"conv1\.weight is 3, not 64 x 3 x 7 x 7"),
         ({"fc.weight": torch.zeros(5, 512)}, "60 of 74 weights are not in it: conv1"),
         ({"preprocessing": {"colour": 1}, "model": {}}, "has unknown preprocessing"),
+        ({"preprocessing": {"std": [1, 0, 1]}, "model": {}}, "std must not be 0"),
     ],
 )
 def test_a_file_that_does_not_fit_is_a_sentence(tmp_path, content, sentence):

@@ -5,7 +5,9 @@ import json
 import signal
 import struct
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import event_files
 import pytest
@@ -40,12 +42,16 @@ def records(run: Path) -> list:
     return result
 
 
+def values(items: Iterable) -> dict[str, Any]:
+    """The names and values in records."""
+    return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+
+
 def curves(run: Path) -> dict[str, list[tuple[float, float]]]:
     """tag -> [(epoch, value)] in the order in which they were logged."""
     result: dict[str, list[tuple[float, float]]] = {}
     for record in records(run):
-        items = record.history.item
-        row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+        row = values(record.history.item)
         for tag, value in row.items():
             if isinstance(value, float | int) and not tag.startswith(("epoch", "_", "Images/")):
                 result.setdefault(tag, []).append((row["epoch"], value))
@@ -78,20 +84,11 @@ def test_a_killed_and_resumed_run_is_one_run_with_each_point_once(folder, tmp_pa
     }
     drawn["Step/loss"] = [point for point in drawn["Step/loss"] if point[0] not in (0.833, 1.0)]
     sent = curves(run)
-    assert {tag: [x for x, _ in points] for tag, points in sent.items()} == {
-        tag: [x for x, _ in points] for tag, points in drawn.items()
-    }
+    places, expected = ({tag: [x for x, _ in one[tag]] for tag in one} for one in (sent, drawn))
+    assert places == expected
     assert sent["Loss/val"] == [(x, pytest.approx(y)) for x, y in drawn["Loss/val"]]
-    config = {
-        item.key: json.loads(item.value_json)
-        for record in records(run)
-        for item in [*record.run.config.update, *record.config.update]
-    }
-    best = {
-        item.key or "/".join(item.nested_key): json.loads(item.value_json)
-        for record in records(run)
-        for item in record.summary.update
-    }
+    config = values(item for one in records(run) for item in one.run.config.update)
+    best = values(item for one in records(run) for item in one.summary.update)
     assert best["best_top1"] == pytest.approx(summary(run)["best_top1"])
     assert (config["arch"], config["batch_size"], config["val_images"]) == ("tiny_full", 10, 21)
     assert len(list(run.glob("wandb/offline-run-*/files/media/images/Images/*.png"))) == 2
@@ -104,8 +101,10 @@ from utils.run import tracker
 
 tracker.WAIT = 3.0
 sink = tracker.Tracker(Path(sys.argv[1]), {}, {"best_top1": 5.0})
-for process in tracker._own_services():
-    os.kill(process, int(sys.argv[2]))
+services = os.popen(f"pgrep -P {os.getpid()} ^wandb-").read().split()
+assert services
+for process in services:
+    os.kill(int(process), int(sys.argv[2]))
 for x in range(1, 200):
     sink.scalars({"Loss/train": 1.0}, x)
 sink.close()
