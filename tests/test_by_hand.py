@@ -179,7 +179,6 @@ def test_options_have_the_names_that_people_know(folder, parse):
     )
     one, other = (parse("imagenet_ddp_apex", *line.split(), folder) for line in lines)
     assert one == other
-    assert (one["seed"], one["dist_timeout"], one["snapshot_minutes"]) == (0, 300, 10)
 
 
 # ---- what differs between the nodes: one error on each, before anything is built

@@ -24,11 +24,9 @@ from utils.run.snapshots import TrainState, best_of, snapshot_of, write
 from utils.start.atomic import read_checkpoint
 from utils.start.errors import UserError
 from utils.start.option_types import Options
-from utils.start.world import World
 
 CPU = torch.device("cpu")
 CLASSES = ["a", "b", "c"]
-WORLD = World(CPU)
 ARGS = Options(arch="tiny", evaluate=False, start_epoch=None, ema=None)
 OPTIONS = {"arch": "tiny", "lr": 0.1}
 

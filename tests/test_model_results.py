@@ -162,7 +162,7 @@ def test_which_of_two_models_is_the_better_one():
 
 def test_classes_and_mistakes_in_the_order_of_their_weight():
     """Of four images of class a one is right; b and c have two each."""
-    tops, sure = [0, 1, 1, 2, 0, 1, 2, 2], [0.6, 0.5, 0.9, 0.7, 0.8, 1, 1, 1]
+    tops, sure = [0, 1, 1, 2, 0, 1, 2, 2], [0.6, 0.5, 0.9, 0.7, 0.8, 0.95, 1, 1]
     result = predicted(["a", "b", "c"], list("stuvwxyz"), [0, 0, 0, 0, 1, 1, 2, 2], tops, sure)
     rows = figures.by_class(result)
     assert [(row["name"], row["images"], row["accuracy"].value) for row in rows] == [
@@ -175,8 +175,8 @@ def test_classes_and_mistakes_in_the_order_of_their_weight():
     assert {(0, 0, 1, 0.25), (0, 1, 2, 0.5), (1, 0, 1, 0.5), (2, 2, 2, 1.0)} <= {*cells}
     assert figures.confident_mistakes(result) == [2, 4, 3, 1]
     error, curve = figures.calibration(result)
-    assert error == pytest.approx((50 + 40 + 70 + 80 + 90) / 8)
-    bins = [(50, 0, 1), (60, 100, 1), (70, 0, 1), (80, 0, 1), (90, 0, 1), (100, 100, 3)]
+    assert error == pytest.approx((50 + 40 + 70 + 80 + 90 + 5) / 8)
+    bins = [(50, 0, 1), (60, 100, 1), (70, 0, 1), (80, 0, 1), (90, 0, 1), (295 / 3, 100, 3)]
     assert np.array(curve) == pytest.approx(np.array(bins))
 
 
