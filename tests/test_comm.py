@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from utils.model import compress
-from utils.model.compress import Quantised
+from utils.model.compress import OrderedCollectives, Quantised
 from utils.report import ring_bytes, sent_mb
 from utils.start.world import World, form_buckets
 
@@ -48,6 +48,11 @@ def test_the_most_exact_of_the_fast_methods():
 
 
 # ---- with processes
+
+
+def test_a_collective_that_fails_ends_the_step():
+    with pytest.raises(IndexError):
+        OrderedCollectives(CPU).submit([].pop, torch.ones(1)).wait()
 
 
 def gradients(rank: int) -> list[torch.Tensor]:
