@@ -86,6 +86,17 @@ def test_what_could_overwrite_or_miss_a_run_is_refused(tmp_path, monkeypatch):
         store.Store("s3://typo", tmp_path / "half").open(None)
 
 
+def test_the_snapshot_here_is_not_overwritten_by_that_in_the_store(tmp_path):
+    own = tmp_path / "runs" / "half"
+    for folder, text in ((own, "newer"), (tmp_path / "half", "older")):
+        folder.mkdir(parents=True)
+        (folder / "snapshot.pt").write_text(text)
+    one = store.Store(str(tmp_path), own)
+    one.open("auto")
+    one.close()
+    assert (own / "snapshot.pt").read_text() == "newer"
+
+
 def test_a_failing_store_is_reported_once_and_training_ends_well(folder, tmp_path):
     (tmp_path / "file").touch()
     options = line(folder, tmp_path, "--name", "run", "--store", tmp_path / "file")
