@@ -112,6 +112,7 @@ def test_select_classes(tmp_path):
     names, binary = tmp_path / "names", tmp_path / "binary"
     names.write_bytes(b"dog\r\n\n  ant\ndog\n")
     binary.write_bytes(b"\xff\xd8")
+    assert classes.select("3", FOLDERS) == FOLDERS[:3]
     assert classes.select("4", FOLDERS) == FOLDERS
     assert classes.select(" dog , bee,", FOLDERS) == ["bee", "dog"]
     assert classes.select(str(names), FOLDERS) == ["ant", "dog"]
