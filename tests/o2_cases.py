@@ -47,10 +47,10 @@ def batch(step: int, device=CPU):
     return images.to(device), torch.randint(5, (6,), generator=source).to(device)
 
 
-def prepare(opt_level="O2", device=CPU, build=usual, amp=None, **changes):
+def prepare(opt_level="O2", device=CPU, amp=None, **changes):
     """``amp``, ours if none is given, with a model and an optimiser."""
     amp, model = amp or Amp(World(device)), network(device)
-    return amp, *amp.initialize(model, build(groups(model)), opt_level, **changes)
+    return amp, *amp.initialize(model, usual(groups(model)), opt_level, **changes)
 
 
 def train(amp, model, optimizer, step, weight=1.0):

@@ -89,15 +89,11 @@ def torchs_sgd(groups):
     return torch.optim.SGD(groups, 0.05, 0.9, foreach=False)
 
 
-@pytest.mark.parametrize(
-    ("fixed", "build", "original"),
-    [(None, usual, torchs_sgd), (1024.0, usual, usual)],
-    ids=["sgd", "fixed"],
-)
-def test_o2_equals_the_recipe_bit_for_bit(fixed, build, original):
+@pytest.mark.parametrize(("fixed", "original"), [(None, torchs_sgd), (1024.0, usual)])
+def test_o2_equals_the_recipe_bit_for_bit(fixed, original):
     """Twelve steps; the loss of some is made so large that the float16 gradients overflow."""
     weights = [1e8, 1, 1, 1e8, 1e8, 1, 1, 1, 1, 1e8, 1, 1]
-    amp, model, optimizer = prepare(build=build, loss_scale=fixed)
+    amp, model, optimizer = prepare(loss_scale=fixed)
     start = [weight.detach().clone() for weight in trained(optimizer)]
     for step, (loss, scale, *tensors) in enumerate(reference(weights, fixed, original)):
         assert torch.equal(train(amp, model, optimizer, step, weights[step]), loss), step
@@ -136,16 +132,15 @@ def test_one_bad_value_anywhere_is_an_overflow():
     assert gradient == 2.0, "the scale was halved; the flag is of the last step alone"
 
 
-@pytest.mark.parametrize(
-    ("scale", "clean", "gradients", "expected"),
-    [
-        (2.0**16, 0, [GOOD] * 2000, 2.0**17),
-        (2.0**16, 1999, [GOOD], 2.0**17),  # the count is in the snapshot
-        (2.0**16, 1999, [BAD] + [GOOD] * 1999, 2.0**15),  # an overflow restarts the count
-        (2.0**24, 1999, [GOOD], 2.0**24),  # the cap
-    ],
-    ids=range(4),
-)
+SCALES = [
+    (2.0**16, 0, [GOOD] * 2000, 2.0**17),
+    (2.0**16, 1999, [GOOD], 2.0**17),  # the count is in the snapshot
+    (2.0**16, 1999, [BAD] + [GOOD] * 1999, 2.0**15),  # an overflow restarts the count
+    (2.0**24, 1999, [GOOD], 2.0**24),  # the cap
+]
+
+
+@pytest.mark.parametrize(("scale", "clean", "gradients", "expected"), SCALES, ids=range(4))
 def test_it_doubles_after_2000_clean_steps_in_a_row_and_halves(scale, clean, gradients, expected):
     scaler = LossScaler(CPU)
     assert scaler.state_dict() == {"scale": 2.0**16, "clean_steps": 0, "skipped": 0}
@@ -186,7 +181,7 @@ def test_state_dict_is_float32_from_the_masters():
     assert same(other.weights.state_dict(), state)
 
 
-def test_options_override_the_level(capsys):
+def test_options_override_the_level():
     def level_of(line):
         parser = Parser()
         add_apex(parser)
@@ -194,16 +189,14 @@ def test_options_override_the_level(capsys):
 
     assert level_of("") == LEVELS["O2"]
     assert not level_of("--keep-batchnorm-fp32 False").keep_batchnorm_fp32
+    assert level_of("--loss-scale 128").loss_scale == 128
     with pytest.raises(UserError, match="--keep-batchnorm-fp32 has no meaning with O1"):
         level_of("--opt-level O1 --keep-batchnorm-fp32 True")
-    with pytest.raises(SystemExit):
-        level_of("--loss-scale 0")
-    assert "--loss-scale" in capsys.readouterr().err
 
 
 # ---- two processes
 
-STEPS, USUAL, OVERFLOWS = 4, [1] * 4, [1e8, 1, 1e8, 1]
+USUAL, OVERFLOWS = [1] * 4, [1e8, 1, 1e8, 1]
 CASES = [(2, USUAL), (1, OVERFLOWS)]  # micro-batches of a step, factors of rank 1's losses
 
 
@@ -219,7 +212,7 @@ def train_replica(rank, size, micro, weights):
     optimizer = sgd([{"params": [*model.parameters()]}], 0.05, 0.9, 1e-3)
     model, optimizer = amp.initialize(model, optimizer, "O2")
     replica, scales = DistributedDataParallel(model), []
-    for step in range(STEPS):
+    for step, weight in enumerate(weights):
         source = torch.Generator().manual_seed(step)
         images = torch.randn(8, 3, 8, 8, generator=source).chunk(size)[rank].chunk(micro)
         targets = torch.randint(5, (8,), generator=source).chunk(size)[rank].chunk(micro)
@@ -227,7 +220,7 @@ def train_replica(rank, size, micro, weights):
             last = i == micro - 1
             with nullcontext() if last else replica.no_sync():
                 loss = F.cross_entropy(replica(images[i]), targets[i]) / micro
-                loss = loss * (weights[step] if rank else 1)
+                loss = loss * (weight if rank else 1)
                 with amp.scale_loss(loss, optimizer, delay_unscale=not last) as scaled_loss:
                     scaled_loss.backward()
         optimizer.step()
