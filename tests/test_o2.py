@@ -192,6 +192,8 @@ def test_options_override_the_level():
     assert level_of("--loss-scale 128").loss_scale == 128
     with pytest.raises(UserError, match="--keep-batchnorm-fp32 has no meaning with O1"):
         level_of("--opt-level O1 --keep-batchnorm-fp32 True")
+    with pytest.raises(SystemExit):
+        level_of("--loss-scale 0")
 
 
 # ---- two processes

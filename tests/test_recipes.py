@@ -3,6 +3,7 @@
 import json
 import re
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,26 +23,24 @@ NAMES = ("classic90", "fast16", "fast32", "strong100", "tiny", "vit-finetune")
 
 @pytest.fixture
 def recipe(tmp_path):
-    def write(*lines: str) -> str:
-        path = tmp_path / "mine.txt"
-        path.write_text("\n".join(lines) + "\n")
-        return str(path)
+    def write(*lines: str) -> Path:
+        (tmp_path / "mine.txt").write_text("\n".join(lines) + "\n")
+        return tmp_path / "mine.txt"
 
     return write
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-@pytest.mark.parametrize("name", NAMES)
 def test_every_script_takes_every_recipe_and_the_command_line_takes_precedence(
-    name, script, parse, tmp_path
+    script, parse, tmp_path
 ):
-    words = recipes.read(name)
-    args = parse(script, tmp_path, "--epochs", 7, "--recipe", name)
-    assert (args["data"], args["epochs"]) == (str(tmp_path), 7)
-    assert args["lr"] == float(words[words.index("--lr") + 1])
-    if name == "classic90":  # so it trains what no recipe trains, bit for bit
-        plain = parse(script, tmp_path, "--epochs", 7)
-        assert args == plain | {"recipe": name}
+    for name in NAMES:
+        words = recipes.read(name)
+        args = parse(script, tmp_path, "--epochs", 7, "--recipe", name)
+        assert (args["data"], args["epochs"]) == (str(tmp_path), 7)
+        assert args["lr"] == float(words[words.index("--lr") + 1])
+    plain = parse(script, tmp_path)
+    assert parse(script, tmp_path, "--recipe", "classic90") == plain | {"recipe": "classic90"}
 
 
 def test_the_recipes_name_their_batch_and_go_to_all_nodes():
@@ -65,12 +64,11 @@ def test_a_recipe_that_cannot_be_used(parse, recipe, tmp_path, line, message):
         parse("imagenet_ddp", "--recipe", recipe("# header", line) if line else "fast", tmp_path)
 
 
-def test_a_byte_order_mark_is_skipped(parse, recipe, folder, tmp_path):
+def test_a_byte_order_mark_is_skipped(parse, recipe, tmp_path):
     """Some editors write it. In a list of classes, too."""
     assert parse("imagenet_nd", "--recipe", recipe("\ufeff--epochs 3"), tmp_path)["epochs"] == 3
-    (tmp_path / "list.txt").write_text("\ufeffclass_2\nclass_0\n")
     names = [f"class_{number}" for number in range(3)]
-    assert select(str(tmp_path / "list.txt"), names) == ["class_0", "class_2"]
+    assert select(str(recipe("\ufeffclass_2", "class_0")), names) == ["class_0", "class_2"]
 
 
 def test_a_run_by_a_recipe(folder, tmp_path, recipe):
@@ -84,7 +82,7 @@ def test_a_run_by_a_recipe(folder, tmp_path, recipe):
     assert "images of 16 pixels from epoch 1, 24 from epoch 2; evaluation at 48" in done.out
     assert scalars(tmp_path / "run")["Size/train"] == [(1, 16), (2, 24)]
     kept = json.loads((tmp_path / "run/options.json").read_text())
-    assert (kept["recipe"], kept["lr"], kept["epochs"]) == (path, 0.05, 2)
+    assert (kept["recipe"], kept["lr"], kept["epochs"]) == (str(path), 0.05, 2)
 
 
 @pytest.mark.parametrize(
@@ -109,11 +107,10 @@ def test_a_batch_beyond_what_is_known_is_named(changes, batch, patterns):
     ("arch", "changes", "batch", "warns"),
     [
         ("vgg11", {}, 256, True),
-        ("vgg11", {"lr": 0.01}, 256, False),
+        ("vgg11", {"lr": 0.03}, 256, False),
         ("vgg11", {}, 2560, False),  # by the linear rule
         ("vgg11_bn", {}, 256, False),
         ("vgg11", {"optimizer": "adamw"}, 256, False),
-        ("alexnet", {}, 256, True),
         ("vit_b_16", {}, 256, False),
     ],
 )
@@ -122,6 +119,5 @@ def test_the_default_rate_is_too_high_without_normalisation(arch, changes, batch
     with torch.device("meta"):
         model = torchvision.models.get_model(arch)
     warnings = advice.rate_warnings(args, model, batch, args.lr)
-    assert [f"{arch} has no normalisation" in w and "--lr 0.01" in w for w in warnings] == [
-        True
-    ] * warns
+    assert len(warnings) == warns
+    assert not warns or re.search(f"{arch} has no normalisation.*--lr 0.01", warnings[0])
