@@ -30,6 +30,11 @@ def test_the_draw_is_the_one_of_earlier_runs(alphas):
     assert np.allclose(drawn[: len(golden)], golden, atol=1e-6)
 
 
+def test_with_both_half_of_the_pairs_get_cutmix():
+    plan = mixing.draw((3, 1, 2), 1000, 32, (0.4, 1.0))
+    assert 450 < np.count_nonzero(plan[:, 3] > plan[:, 2]) < 530
+
+
 def pixels(indices):
     """An image for each index (float [n, 3, SIZE, SIZE]), and its target."""
     seeds = (torch.Generator().manual_seed(index) for index in indices)
@@ -41,7 +46,7 @@ def test_pairs_are_blended():
     dtype, layout = torch.float16, torch.channels_last
     images, targets = pixels([0, 6, 2, 3, 4])  # the last one has no partner
     images = images.to(dtype=dtype, memory_format=layout)
-    plan = np.array([[0.3, 0.3, 0, 0, 0, 0], [0.75, 0, 0, 8, 2, 8]], np.float32)
+    plan = np.array([[0.3, 0.3, 0, 0, 0, 0], [0.75, 0, 1, 6, 2, 7]], np.float32)
     mixed, soft, labels = mixing.mix(images, targets, plan, CLASSES)
     assert mixed.dtype == dtype
     assert mixed.is_contiguous(memory_format=layout)
@@ -49,7 +54,7 @@ def test_pairs_are_blended():
     blended = torch.stack([0.7 * one + 0.3 * other, 0.7 * other + 0.3 * one])
     torch.testing.assert_close(mixed[:2].float(), blended, rtol=1e-3, atol=2e-3)
     pasted = images[2:].clone()
-    pasted[:2, :, :, 2:] = images[[3, 2], :, :, 2:]
+    pasted[:2, :, 1:6, 2:7] = images[[3, 2], :, 1:6, 2:7]
     assert torch.equal(mixed[2:], pasted), "CutMix copies"
     rows = [[0.7, 0.3, 0, 0, 0], [0.3, 0.7, 0, 0, 0], [0, 0, 0.25, 0.75, 0], [0, 0, 0.75, 0.25, 0]]
     torch.testing.assert_close(soft, torch.tensor([*rows, [0, 0, 0, 0, 1]]))
