@@ -74,11 +74,8 @@ def test_averages_of_a_snapshot_are_restored_if_they_fit(tmp_path):
     assert same(ema.averages, old.ema.averages)
     content = read_checkpoint(path)
     short = {name: average[:1] for name, average in old.ema.averages.items()}
-    for averages, message in (
-        ([], "does not fit this program"),
-        ({}, "of another model"),
-        (short, "of another model"),
-    ):
+    cases = [([], "not fit this program"), ({}, "of another model"), (short, "of another model")]
+    for averages, message in cases:
         content["ema"]["model"] = averages
         torch.save(content, path)
         with pytest.raises(UserError, match=message):
@@ -98,13 +95,9 @@ def test_best_pt_has_the_averages_where_they_are_better(tmp_path):
 
 def test_the_better_one_counts():
     """By accuracy or by loss; of equal ones the first."""
-    epochs = [  # top-1 and loss of the model, and of the averaged weights
-        (0, 2.0, 0, 1.5),
-        (50, 0.9, 55, 0.8),
-        (55, 0.8, 20, 1.0),
-        (60, 1.0, 60, 0.5),
-        (61, math.nan, 61, math.nan),
-    ]
+    # Top-1 and loss of the model, and of the averaged weights.
+    epochs = [(0, 2.0, 0, 1.5), (50, 0.9, 55, 0.8), (55, 0.8, 20, 1.0), (60, 1.0, 60, 0.5)]
+    epochs.append((61, math.nan, 61, math.nan))
     bests = {  # is it the best so far? Which one is: its top-1, and whether it is averaged
         "top1": [(True, 0, 0), (True, 55, 1), (False, 55, 1), (True, 60, 0), (True, 61, 0)],
         "loss": [(True, 0, 1), (True, 55, 1), (False, 55, 1), (True, 60, 1), (False, 60, 1)],
@@ -112,11 +105,11 @@ def test_the_better_one_counts():
     for best_by, expected in bests.items():
         state = averaged()
         state.best, state.epoch = {}, 0
-        for (top1, loss, ema_top1, ema_loss), (is_best, *best) in zip(
-            epochs, expected, strict=True
-        ):
-            record = {"Top1/val": top1, "Top5/val": 90, "Loss/val": loss}
-            record |= {"Top1/ema": ema_top1, "Top5/ema": 91, "Loss/ema": ema_loss}
+        for figures, (is_best, *best) in zip(epochs, expected, strict=True):
+            record = dict(
+                zip(("Top1/val", "Loss/val", "Top1/ema", "Loss/ema"), figures, strict=True)
+            )
+            record |= {"Top5/val": 90, "Top5/ema": 91}
             assert loop.add_to_history(state, record, best_by) == is_best
             assert [state.best["top1"], state.best["ema"]] == best
             assert state.best["top5"] == (91 if state.best["ema"] else 90)
