@@ -79,7 +79,8 @@ def test_names_from_the_metadata_or_a_table(tmp_path):
     """Images without names, or several of the same name: each is kept."""
     rows = [(b"\x89PNG1", None, 1), (b"2", "x.jpg", 0), (b"3", "x.jpg", 0), (b"4", "a/b.bmp", -1)]
     write(tmp_path / "in/train-00000-of-00001.parquet", rows, ["b", "a"], label="fine_label")
-    write(tmp_path / "in/test-00000-of-00001.parquet", rows[1:2], ["b", "a"], label="fine_label")
+    rows = [(b"2", "x.jpg", 0), (b"5", "x.jpg", 1)]
+    write(tmp_path / "in/test-00000-of-00001.parquet", rows, ["b", "a"], label="fine_label")
     said = succeed("parquet", tmp_path / "in", tmp_path / "out", "--folders")
     assert "numbered in the order of their names" in said
     assert "left out: 1 images of train without a label" in said
@@ -89,6 +90,7 @@ def test_names_from_the_metadata_or_a_table(tmp_path):
         "train/b/00000001_x.jpg": b"2",
         "train/b/00000002_x.jpg": b"3",
         "val/b/x.jpg": b"2",
+        "val/a/x.jpg": b"5",
     }
     (tmp_path / "names").write_text("zebra\nyak\n")
     succeed("parquet", tmp_path / "in", tmp_path / "table", "--names", tmp_path / "names")
@@ -139,11 +141,11 @@ def test_files_without_any_label(tmp_path, label):
 def test_images_without_names_are_numbered_through_all_files(tmp_path):
     """Of each split."""
     for number, name in enumerate(("train-0", "train-1", "train-2", "valid", "test")):
-        rows = [(b"%d" % (2 * number + i), None, i) for i in range(2)]
+        rows = [(b"%d" % (3 * number + i), None, i % 2) for i in range(3)]
         write(tmp_path / f"hub/{name}.parquet", [*rows, (b"x", None, -1)], ["a", "b"])
     words = ("parquet", tmp_path / "hub", tmp_path / "out", "--folders", "--workers", 1)
     assert "left out: 3 images of train" in succeed(*words)
     content = {"test": set(), "train": set(), "val": set()}
     for name, data in images(tmp_path / "out").items():
         content[name.split("/")[0]].add(int(data))
-    assert content == {"test": {8, 9}, "train": {*range(6)}, "val": {6, 7}}
+    assert content == {"test": {12, 13, 14}, "train": {*range(9)}, "val": {9, 10, 11}}

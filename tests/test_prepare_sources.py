@@ -197,6 +197,13 @@ def test_training_names_the_command_that_works(tmp_path, layout):
     assert images(Path(out)) == expected()
 
 
+def test_training_says_which_file_has_the_classes(tmp_path):
+    data = make("flat", tmp_path / "data")
+    (data / DEVKIT).unlink()
+    with pytest.raises(UserError, match=f"put {CSV} or {DEVKIT} .*, then run"):
+        check_parts(data, ["val"])
+
+
 def test_on_another_file_system_links_are_symbolic(tmp_path):
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         if os.stat(memory).st_dev == os.stat(tmp_path).st_dev:
