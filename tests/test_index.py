@@ -159,6 +159,9 @@ def test_no_class_is_listed_twice_and_all_is_the_same(root, scans):
     assert sorted(scans) == sorted(CLASSES)
     assert contents(again) == contents(first)
     assert some == [(path, number - 1) for path, number in contents(first)[5:]]
+    # A Python object for each image would be copied into every worker that looks at it.
+    lists = [value for value in vars(again).values() if isinstance(value, (list, tuple, dict))]
+    assert lists == [CLASSES]
 
 
 def test_a_sample_of_sizes_is_spread_over_all_classes(root):
