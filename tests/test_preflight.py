@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import socket
+import sys
 import threading
 import time
 
@@ -16,6 +17,9 @@ from running import Running, eventually, free_port
 
 from utils.start import addresses, preflight
 from utils.start.errors import UserError
+
+sys.path.append(str(ROOT / "scripts/ssh"))
+import guard
 
 HERE = "127.0.0.1"
 
@@ -207,6 +211,16 @@ def test_the_interface_that_a_user_has_chosen_stays(monkeypatch):
     preflight.find_master(0, 2, (HERE, 1), 1.0)
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     assert [os.environ[name] for name in names] == ["mine", "mine"]
+
+
+@pytest.mark.parametrize("free_port", [addresses.free_port, guard.free_port])
+def test_a_free_port_is_none_that_connections_get(free_port, monkeypatch, tmp_path):
+    """Another program could have it before the job listens."""
+    first = int(addresses.CONNECTIONS.read_text().split()[0])
+    assert all(1024 < free_port() < first for _ in range(9))
+    monkeypatch.setattr(addresses, "CONNECTIONS", tmp_path / "range")
+    (tmp_path / "range").write_text("1024 65535\n")  # all are connections'
+    assert 1024 <= free_port() < 65536
 
 
 def test_urls_of_the_master():

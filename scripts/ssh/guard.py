@@ -18,6 +18,7 @@ import ctypes
 import json
 import os
 import queue
+import random
 import signal
 import socket
 import subprocess
@@ -143,10 +144,21 @@ def hello():
     """Return the facts for the launcher: this node's own address on the connection that the
     launcher opened, a port that was free a moment ago, and the time."""
     reached = os.environ.get("SSH_CONNECTION", "").split()
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = probe.getsockname()[1]
-    return {"address": reached[2] if len(reached) == 4 else None, "port": port, "time": time.time()}
+    address = reached[2] if len(reached) == 4 else None
+    return {"address": address, "port": free_port(), "time": time.time()}
+
+
+def free_port():
+    """Return a port that is free, as utils/start/addresses.py does, which is not here."""
+    first = 0
+    with contextlib.suppress(OSError), open("/proc/sys/net/ipv4/ip_local_port_range") as file:
+        first = int(file.read().split()[0])
+    tries = [random.randrange(10000, first) for _ in range(100)] if first > 20000 else []
+    for port in [*tries, 0]:
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            return probe.getsockname()[1]
+    return 0
 
 
 def main():

@@ -2,12 +2,16 @@
 
 import contextlib
 import os
+import random
 import re
 import socket
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from utils.start.errors import BAD_INPUT, LOST_PEER, UserError
 
+CONNECTIONS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+LOWEST_PORT = 10_000
 PLACEHOLDERS = ("MASTER_IP", "MASTER_ADDR", "MASTER_PORT", "HOST", "IP", "PORT")  # in documents
 
 
@@ -24,10 +28,20 @@ def parse_tcp_url(url: str, name: str = "--dist-url") -> tuple[str, int]:
 
 
 def free_port() -> int:
-    """A TCP port of this machine that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A TCP port of this machine that was free a moment ago.
+
+    It is none of those that Linux gives to connections: on a busy machine one of these may be taken
+    before the job listens.
+    """
+    first, choose = 0, random.SystemRandom()  # which leaves the seeds of the training alone
+    with contextlib.suppress(OSError, ValueError):
+        first = int(CONNECTIONS.read_text().split()[0])
+    tries = range(100 if first > 2 * LOWEST_PORT else 0)
+    for port in (*(choose.randrange(LOWEST_PORT, first) for _ in tries), 0):  # 0: any
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            return probe.getsockname()[1]
+    raise UserError("this machine has no free TCP port")
 
 
 def port_in_use(host: str, port: int, name: str = "port") -> UserError:
