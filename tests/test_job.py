@@ -78,10 +78,12 @@ if mode == "loud":
     print("x" * 1_000_000, flush=True)
 place = [os.environ.get(name) for name in ("NODE_RANK", "WORLD_SIZE", "MASTER_ADDR")]
 print("rank {} of {} at {}".format(*place), flush=True)
-while not os.path.exists(os.environ["NODE"]):
+text, node = "", os.environ["NODE"]
+while not text:  # a file that has just been made may still be empty
     time.sleep(0.05)
-code = int(open(os.environ["NODE"]).read())
-os.unlink(os.environ["NODE"])
+    text = open(node).read() if os.path.exists(node) else ""
+code = int(text)
+os.unlink(node)
 sys.exit(code) if code >= 0 else os.kill(os.getpid(), -code)
 """
 
