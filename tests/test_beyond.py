@@ -106,15 +106,17 @@ def test_the_cause_decides_the_exit_code_of_a_job(codes, failed, code):
 
 def test_each_node_gets_its_place_and_its_own_number_of_processes():
     options = argparse.Namespace(port=None, env=None, dir="d", python=None, grace=1.0)
-    machines = [launcher.Host("a", 2), launcher.Host("b", 3)]
+    machines = [launcher.Host("a", 2), launcher.Host("b", 3), launcher.Host("spare", 4)]
     job, orders = launcher.Job(options, [TORCHRUN, "train.py"], machines, ""), []
     for number, node in enumerate(job.nodes):
         node.hello, node.say = {"port": 7 + number, "address": f"10.0.0.{number}"}, orders.append
-    job.start(job.nodes)
+    job.start(job.nodes[:2])
+    assert len(orders) == 2
     for rank, order in enumerate(orders):
         place = [f"--node_rank={rank}", "--master_addr=10.0.0.0", "--master_port=7"]
         words = [TORCHRUN, "--nnodes=2", *place, f"--nproc_per_node={2 + rank}", "train.py"]
         assert json.loads(order)["command"] == words
+        assert json.loads(order)["environment"] == {"IMAGENET_ALL_UP": f"{rank} 2 10.0.0.0:7"}
 
 
 def test_without_ray_its_example_says_what_to_install(tmp_path):
