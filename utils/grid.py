@@ -55,14 +55,14 @@ def sheet(tiles: Sequence[np.ndarray], texts: Sequence[str], columns: int) -> Im
     Tiles narrower than `LEAST` are magnified by a whole number. Texts wider than the widest tile
     are truncated.
     """
+    import matplotlib  # for its font; the import takes 0.2 s, and one process of a job draws
+
     sizes = [[magnified(side, tile.shape[1]) for side in tile.shape[1::-1]] for tile in tiles]
     wide, high = (max(sides) for sides in zip(*sizes, strict=True))
     lines = max(text.count("\n") + 1 for text in texts)
     column, row = wide + GAP, high + LINE * lines + GAP
     page = Image.new("RGB", (columns * column + GAP, -(-len(tiles) // columns) * row + GAP), PAPER)
     pen = ImageDraw.Draw(page)
-    import matplotlib  # here, as its import takes 0.2 s in each process
-
     font = ImageFont.truetype(f"{matplotlib.get_data_path()}/fonts/ttf/DejaVuSans.ttf", 11)
     for number, (tile, text) in enumerate(zip(tiles, texts, strict=True)):
         x, y = GAP + number % columns * column, GAP + number // columns * row

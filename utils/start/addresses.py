@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from utils.start.errors import BAD_INPUT, LOST_PEER, UserError
 
 CONNECTIONS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-LOWEST_PORT = 10_000
+LOWEST_PORT = 10_000  # that `free_port` chooses
 PLACEHOLDERS = ("MASTER_IP", "MASTER_ADDR", "MASTER_PORT", "HOST", "IP", "PORT")  # in documents
 
 
