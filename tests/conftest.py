@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -21,8 +22,10 @@ import pytest
 from PIL import Image, ImageDraw
 
 ROOT = Path(__file__).resolve().parents[1]
-STAND_IN = str(ROOT / "tests" / "stand_in")  # models that cost next to nothing, as timm's
+# Models that cost next to nothing, as timm's, and a sitecustomize.py.
+STAND_IN = str(ROOT / "tests" / "stand_in")
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), STAND_IN]
+runpy.run_path(f"{STAND_IN}/sitecustomize.py")  # of this process it is too late for Python to do so
 
 # A shell that starts the tests in the background makes them and their children ignore Ctrl-C.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -40,8 +43,10 @@ os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
 OPTIONAL = ("test_cuda.py", "test_real_apex.py")
 _left_out: Counter[str] = Counter()  # reasons
 
-# One of torchvision's smallest models: writing its snapshots costs next to nothing.
-SMALL = ("-a", "shufflenet_v2_x0_5", "--image-size", "32", "-j", "1")
+# A model of tests/stand_in that has batch norm and dropout. Training it costs a quarter of one of
+# torchvision's smallest.
+SMALL = ("-a", "tiny_full", "--image-size", "32", "-j", "1")
+TORCHVISIONS = ("-a", "shufflenet_v2_x0_5")  # that one
 WITH_TORCH = ("imagenet_", *(f"scripts/{x}" for x in ("audit_run", "model_results", "show_images")))
 TIMEOUT = 240  # seconds; a limit against hangs, not a measurement
 # The files that take longest go first, or one of them would be left for a single worker at the end.
@@ -96,16 +101,12 @@ class Result:
             assert str(word) in self.sentence, self.sentence
 
 
-def environment(*words: object, **changes: str) -> dict[str, str]:
-    """The environment of a command: one thread, no variables of a launcher, plus ``changes``.
-
-    A command whose ``words`` ask for a model of tests/stand_in finds it.
-    """
+def environment(**changes: str) -> dict[str, str]:
+    """The environment of a command: one thread, no variables of a launcher, plus ``changes``."""
     unwanted = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
     clean = {key: value for key, value in os.environ.items() if key not in unwanted}
-    if any(str(word).startswith("tiny_") for word in words):
-        clean["PYTHONPATH"] = STAND_IN
-    return clean | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | changes
+    clean |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": STAND_IN}
+    return clean | changes
 
 
 _reaper = leftovers.kill_when_this_process_ends()
@@ -130,7 +131,7 @@ def python(*arguments: object, timeout: float = TIMEOUT, **env: str) -> Result:
     done = subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=ROOT,
-        env=environment(*arguments, **env),
+        env=environment(**env),
         capture_output=True,
         text=True,
         timeout=timeout,

@@ -24,7 +24,7 @@ from typing import Any
 from unittest import mock
 
 import running
-from conftest import AT_START, ROOT, SMALL, STAND_IN, Result, environment
+from conftest import AT_START, ROOT, SMALL, Result, environment
 from running import Running, free_port
 
 SCRIPTS = ("imagenet_nd", "imagenet_dp", "imagenet_ddp", "imagenet_fsdp")
@@ -63,7 +63,7 @@ class Forked(Running):
         out, err = f"{self.folder.name}/out", f"{self.folder.name}/err"
         os.mkfifo(out)
         self.errors = open(err, "w+")
-        process = _fork(script, words, environment(*words, **env), (out, err))
+        process = _fork(script, words, environment(**env), (out, err))
 
         def wait() -> int:
             process.join()
@@ -86,9 +86,9 @@ def start(script: str, *arguments: object, launcher: tuple = (), **env: str) -> 
 def _server() -> Any:
     context = multiprocessing.get_context("forkserver")
     # What a script imports later than at its start is of no use in the server otherwise.
-    late = ("tensorboard", "torch._dynamo", "torch.distributed.fsdp")
+    late = ("tensorboard", "torch._dynamo", "torch.distributed.fsdp", "matplotlib")
     context.set_forkserver_preload(["joined", *late, *SCRIPTS])
-    with mock.patch.dict(os.environ, AT_START | {"PYTHONPATH": STAND_IN}, clear=True):
+    with mock.patch.dict(os.environ, AT_START, clear=True):
         forkserver.ensure_running()  # its children inherit this
     return context
 
@@ -217,7 +217,7 @@ def run_jobs(jobs: Iterable[Job], folder: Path) -> list[list[dict[str, Any]]]:
 def _run(job: Job, place: str) -> list[dict[str, Any]]:
     size, port = job.processes * job.nodes, free_port()
     whole = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": job.processes, "MASTER_PORT": port}
-    env = environment(*job.options, MASTER_ADDR="127.0.0.1", **job.env)
+    env = environment(MASTER_ADDR="127.0.0.1", **job.env)
     files = [f"{place}_rank{rank}" for rank in range(size)]
     started = []
     for rank, file in enumerate(files):

@@ -17,19 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, SMALL, STAND_IN, TIMEOUT, Result, environment, scalars
+from conftest import ROOT, SMALL, TIMEOUT, Result, environment, scalars
 
-# A model that costs next to nothing, for a command line; needs the environment of `tiny`.
+# A model of tests/stand_in without dropout, for a command line.
 TINY_LINE = "-a tiny_plain --image-size 32 -b 5 -j 1"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 # Never the same twice: of an epoch, and of a step.
 SPEED = ("Throughput/", "Time/", "IO/", "CPU/", "GPU/")
 MEASURED = (*SPEED, "Step/throughput", "Step/data_s", "Step/compute_s", "Step/communication_s")
-
-
-def tiny(step_seconds: float = 0.0) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Options and environment for a model from tests/stand_in; see there."""
-    return ("-a", "tiny_plain"), {"PYTHONPATH": STAND_IN, "STEP_SECONDS": str(step_seconds)}
 
 
 def free_port() -> int:
@@ -87,7 +82,7 @@ class Running:
         return subprocess.Popen(
             [sys.executable, *map(str, arguments)],
             cwd=ROOT,
-            env=environment(*arguments, **env),
+            env=environment(**env),
             stdout=subprocess.PIPE,
             stderr=self.errors,
             text=True,

@@ -11,7 +11,7 @@ import torch
 from conftest import ROOT, SMALL, scalars
 from joined import command
 from preparing import put
-from running import alone, same, snapshot, tiny
+from running import alone, same, snapshot
 
 from utils.model import amp, o2
 from utils.model import apex as choice
@@ -40,8 +40,8 @@ def test_apex_is_used_as_published_scripts_use_it(tmp_path, folder):
     def run(script, name, epochs, *more, code=0, change=""):
         line = ("-b", 5, "--accum-steps", 2, "-p", 2, "--epochs", epochs, "--resume", "auto")
         where = ("--output-dir", tmp_path, "--name", name, folder)
-        env = alone() | tiny()[1] | {"CHANGE": change}
-        done = command(script, *SMALL, *tiny()[0], *line, *more, *where, **env)
+        env = alone() | {"CHANGE": change}
+        done = command(script, *SMALL, "-a", "tiny_plain", *line, *more, *where, **env)
         assert done.code == code, done.out + done.err
         assert ("opt level O2 using NVIDIA Apex" in done.out) == (script == "apex_runner")
         return [eval(line) for line in done.out.splitlines() if line.startswith("('")]

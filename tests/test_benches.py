@@ -20,7 +20,7 @@ from conftest import python
 from gpu_report import Part
 from joined import Job, run_jobs
 from nodes import need
-from running import STAND_IN, wait_for_group
+from running import wait_for_group
 
 from utils.start.errors import UserError
 from utils.start.world import World
@@ -91,7 +91,7 @@ def test_ratios_are_medians_over_the_rounds_to_the_first_case(monkeypatch, cuda,
 
 def test_the_steps_of_this_suite_in_two_processes(tmp_path):
     line = ("imagenet_ddp", *SMALL, "--accum-steps", "2")
-    run_jobs([Job("scripts/bench/time_step", line, env={"PYTHONPATH": STAND_IN})], tmp_path)
+    run_jobs([Job("scripts/bench/time_step", line)], tmp_path)
     figures = json.loads((tmp_path / "job0_rank0").read_text().splitlines()[-1])
     rate = figures["images_per_s"] * figures["ms_per_step"]
     assert rate == pytest.approx(1000 * 2 * 2 * 4)
@@ -100,7 +100,7 @@ def test_the_steps_of_this_suite_in_two_processes(tmp_path):
 
 def test_the_steps_of_a_usual_loop():
     line = ("--rounds", "1", "--threads", "1", "--cases", "examples")
-    done = python("scripts/bench_step.py", *SMALL, *line, PYTHONPATH=STAND_IN)
+    done = python("scripts/bench_step.py", *SMALL, *line)
     assert done.code == 0, done.err
     head, row = cells(done.out)
     row = dict(zip(head, row, strict=True))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, STAND_IN, Result, shell, summary
+from conftest import ROOT, Result, shell, summary
 from joined import Forked, command
 from running import free_port
 
@@ -22,7 +22,7 @@ TINY = "-a tiny_full --image-size 32 -b 5 --workers 0 --epochs 1 --lr 0.01"
 
 def ends_well(*lines: str, **env: str) -> list[Result]:
     """Type the lines into shells, all at once; every one must succeed without a complaint."""
-    results = shell(*lines, PYTHONPATH=STAND_IN, **env)
+    results = shell(*lines, **env)
     for result in results:
         assert result.code == 0, result.out + result.err
         assert not re.search("Traceback|error", result.err), result.err

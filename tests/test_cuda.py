@@ -9,8 +9,8 @@ from shlex import split
 
 import pytest
 import torch
-from conftest import SMALL, python, summary, train
-from running import Running, free_port, tiny
+from conftest import SMALL, TORCHVISIONS, python, summary, train
+from running import Running, free_port
 
 from utils.model.compress import METHODS
 
@@ -27,8 +27,8 @@ FEW = split("-b 10 --epochs 2 --lr 0.02 --name run")
 
 def finished(script, options, data, place, tiny_model=True, **env):
     """The summary of a run of a few steps; a ResNet-18 learns too little in them to compare."""
-    model, more = tiny() if tiny_model else ((), {})
-    train(script, *model, *FEW, *split(options), "--output-dir", place, data, **env, **more)
+    model = ("-a", "tiny_plain") if tiny_model else TORCHVISIONS
+    train(script, *model, *FEW, *split(options), "--output-dir", place, data, **env)
     return summary(place / "run")
 
 
@@ -91,13 +91,12 @@ def test_the_host_does_not_wait_for_the_gpu_in_a_step(script, options):
 @pytest.mark.parametrize("method", METHODS)
 def test_two_processes_share_a_gpu(folder, tmp_path, plain, method):
     """As two nodes over gloo: NCCL has no place for two processes on one GPU."""
-    model, env = tiny()
     nodes = f"-n 2 -g 1 --dist-url tcp://127.0.0.1:{free_port()} --dist-backend gloo"
-    options = (*SMALL, *model, *FEW, "-b", "5", *split(f"{nodes} --comm {method} --amp off"))
+    options = (*SMALL, *FEW, *split(f"-a tiny_plain -b 5 {nodes} --comm {method} --amp off"))
     with contextlib.ExitStack() as running:
         for rank in (1, 0):
             place = ("-nr", rank, "--output-dir", tmp_path / str(rank), folder)
-            last = running.enter_context(Running(DDP, *options, *place, **env, **ONE_GPU))
+            last = running.enter_context(Running(DDP, *options, *place, **ONE_GPU))
         done = last.result()
     assert done.code == 0, done.out + done.err
     assert summary(tmp_path / "0/run")["val_loss"] == pytest.approx(plain, rel=0.05)

@@ -12,8 +12,8 @@ from pathlib import Path
 import joined
 import pytest
 import torch
-from conftest import ROOT, SMALL, Result, draw_folder, python, shell, summary
-from running import TINY_LINE, TORCHRUN, alone, tiny
+from conftest import ROOT, SMALL, TORCHVISIONS, Result, draw_folder, python, shell, summary
+from running import TINY_LINE, TORCHRUN, alone
 
 from utils.start.addresses import free_port
 from utils.start.errors import UserError
@@ -181,7 +181,7 @@ def test_control_characters_of_a_file_name_are_escaped(data):
 
 def test_a_run_that_cannot_be_continued_is_left_as_it_was(folder, tmp_path):
     run = tmp_path / "mine"
-    here = ("-b", "20", "--lr", "0.01", "--output-dir", tmp_path, "--name", "mine")
+    here = (*TORCHVISIONS, "-b", "20", "--lr", "0.01", "--output-dir", tmp_path, "--name", "mine")
     assert attempt("--epochs", "1", *here, folder).code == 0
     again = (*here, "--resume", "auto", folder)
 
@@ -388,7 +388,7 @@ def test_each_required_package_has_a_message():
 )
 def test_a_shell_in_which_torch_cannot_be_imported(limit, words):
     line = f"unset TORCHINDUCTOR_CACHE_DIR; {limit}; python imagenet_ddp.py --dummy -g 1 2>&1"
-    (done,) = shell(f"({line}; echo code $?) | cat")
+    (done,) = shell(f"({line}; echo code $?) | cat", PYTHONPATH="")
     lines = [line for line in done.out.splitlines() if not line.startswith("starting ")]
     assert (len(lines), lines[-1]) == (2, "code 2"), done.out
     assert all(word in lines[0] for word in words), done.out
@@ -428,9 +428,8 @@ def test_nobody_has_to_read_what_a_program_says(line):
     ],
 )
 def test_training_continues_when_stdout_cannot_be_written(folder, tmp_path, line, stdout):
-    _, env = tiny()
     options = f"{TINY_LINE} -p 1 --epochs 1 --name run --output-dir"
-    assert written_to(stdout, f"{line} {options} {tmp_path} {folder}", **env) == (0, "")
+    assert written_to(stdout, f"{line} {options} {tmp_path} {folder}") == (0, "")
     assert summary(tmp_path / "run")["epochs_done"] == 1
     assert "all epochs done" in (tmp_path / "run" / "train.log").read_text()
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torchvision
 from conftest import ROOT, scalars, train
-from running import tiny
 
 from utils import advice
 from utils.data.classes import select
@@ -74,10 +73,9 @@ def test_a_byte_order_mark_is_skipped(parse, recipe, tmp_path):
 def test_a_run_by_a_recipe(folder, tmp_path, recipe):
     """Printed, kept in options.json, and its sizes in the curves."""
     path = recipe("# Mine", "--epochs 3 --lr 0.05 --progressive 16,24", "-p 2")
-    model, env = tiny()
-    line = ("--recipe", path, *model, "-b", "10", "--epochs", "2", "--image-size", "32")
+    line = ("--recipe", path, "-b", "10", "--epochs", "2", "--image-size", "32")
     line += ("--val-image-size", "48", "--output-dir", tmp_path, "--name", "run", folder)
-    done = train("imagenet_nd.py", *line, **env)
+    done = train("imagenet_nd.py", *line)
     assert f"recipe {path}: --epochs 3 --lr 0.05 --progressive 16,24 -p 2" in done.out
     assert "images of 16 pixels from epoch 1, 24 from epoch 2; evaluation at 48" in done.out
     assert scalars(tmp_path / "run")["Size/train"] == [(1, 16), (2, 24)]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import show_images
 import torch
-from conftest import STAND_IN, python
+from conftest import python
 from joined import Job, run_jobs
 from PIL import Image
 from results import class_sizes
@@ -26,7 +26,7 @@ CASES = {"nd": ("-b", "12", *MIXED), "ddp": ("-b", "3", "--accum-steps", "2")}
 
 
 def show(*words, **env):
-    return python("scripts/show_images.py", *words, PYTHONPATH=STAND_IN, **env)
+    return python("scripts/show_images.py", *words, **env)
 
 
 def tiles(picture, number, columns, lines):

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from conftest import summary
 from nodes import Node, Nodes, need
-from running import TINY_LINE, Running, eventually, snapshot, tiny
+from running import TINY_LINE, Running, eventually, snapshot
 
-_, ENV = tiny(step_seconds=0.05)
+ENV = {"STEP_SECONDS": "0.05"}
 # Of one node. What srun starts is in a session of its own, to which scancel sends its signal.
 STAND_INS = {
     "scontrol": '[ $1 = show ] && echo localhost || echo "$@" >> $0.log',

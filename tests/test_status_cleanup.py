@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import ROOT, python, summary
 from nodes import Node, Nodes, need
-from running import TINY_LINE, TORCHRUN, Process, tiny
+from running import TINY_LINE, TORCHRUN, Process
 
 from utils.run.snapshots import TrainState
 from utils.start.world import World
@@ -21,7 +21,7 @@ from utils.status import Status
 sys.path.append(str(ROOT / "scripts/ssh"))
 import status
 
-_, ENV = tiny(step_seconds=0.05)
+ENV = {"STEP_SECONDS": "0.05"}
 LASTING = f"{TINY_LINE} -j 2 --epochs 100000 -p 1 --name run"
 # A program that handles SIGTERM so, and says when it is up.
 PROGRAM = "import signal, sys, time; signal.signal(15, %s); print('up', flush=True); "
@@ -79,7 +79,7 @@ def test_ranks_of_a_run_and_a_straggler(nodes, folder, tmp_path):
     for rank, seconds in enumerate((0.05, 0.25)):  # of a step, at least
         line = f"python imagenet_ddp.py --dist-url tcp://{nodes[0].ip}:8888 -n 2 -nr {rank} "
         line += f"{TINY_LINE} -p 2 --name run --epochs 100000 --output-dir {tmp_path} {folder}"
-        runs.append(nodes[rank].type(line, **tiny(step_seconds=seconds)[1]))
+        runs.append(nodes[rank].type(line, STEP_SECONDS=str(seconds)))
     with runs[0], runs[1]:
         runs[0].until(r"Epoch 2/100000 step +4/6")
         out = ask(nodes[1], hosts)

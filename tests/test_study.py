@@ -18,7 +18,7 @@ from compare.runs import Run
 from conftest import ROOT, TIMEOUT, python, shell
 from joined import Forked, command
 from nodes import need
-from running import TINY_LINE, Running, eventually, everyone, tiny
+from running import TINY_LINE, Running, eventually, everyone
 from studies import page as study_page
 from studies import plan as planning
 from studies.runs import StudyRun
@@ -26,7 +26,6 @@ from test_slurm import STAND_INS
 
 from utils.start.errors import UserError
 
-_, ENV = tiny()
 TRAINING = "imagenet_ddp.py -a vgg19 -b 32 --lr 1e-4 tests"  # any folder is data to a plan
 
 
@@ -457,7 +456,7 @@ def test_a_study_is_killed_stopped_and_continued(folder, tmp_path):
     training = f"imagenet_nd.py -j 0 {folder}"
     programs = put_programs(tmp_path, **{"nvidia-smi": COUNT})
     words = study(tmp_path, "--simulate 1 --env KEY=secret --vary lr=0.05,0.02", training)
-    slow = ENV | programs | {"STEP_SECONDS": "0.2"}
+    slow = programs | {"STEP_SECONDS": "0.2"}
     runs = [tmp_path / f"runs/s_1node_lr-{lr}" for lr in ("0.05", "0.02")]
     with run(words, **slow) as started:
         started.until("Training time")
@@ -511,7 +510,7 @@ def test_under_slurm_with_the_largest_batch(folder, tmp_path):
     own = f"--slurm --nodes 1 -b largest --store {tmp_path}/store --vary script=A,B"
     own = own.replace("A,B", "imagenet_ddp.py,imagenet_fsdp.py")
     words = study(tmp_path, own, f"imagenet_ddp.py {folder}").replace(" -b 5", "")
-    env = ENV | programs | {"STEP_SECONDS": "0.2", "PYTHON": sys.executable}
+    env = programs | {"STEP_SECONDS": "0.2", "PYTHON": sys.executable}
     with run(words, **env) as started:
         done = started.result()
     assert done.code == 0, done.out + done.err
@@ -534,7 +533,7 @@ def test_a_try_runs_the_whole_study_in_small(folder, tmp_path):
     hosts.write_text("".join(f"host{n}\n" for n in range(8)))
     own = f"{hosts} --hours 2 --seeds 0,1 --try"
     words = study(tmp_path, own, f"imagenet_ddp.py --classes 2 --warmup-epochs 2 {folder}", 90)
-    with run(words, **ENV) as started:
+    with run(words) as started:
         started.allow(3 * TIMEOUT)  # two runs, of three processes
         done = started.result()
     assert done.code == 0, done.out + done.err
@@ -553,7 +552,7 @@ def test_a_try_runs_the_whole_study_in_small(folder, tmp_path):
 def test_simulated_nodes_with_a_slow_link(folder, tmp_path):
     need()
     words = study(tmp_path, "--simulate 2 --link 300mbit", f"imagenet_ddp.py {folder}")
-    with run(words, **ENV) as started:
+    with run(words) as started:
         started.allow(3 * TIMEOUT)  # two runs, of three processes
         done = started.result()
     assert done.code == 0, done.out + done.err

@@ -62,7 +62,7 @@ def on_terminal(
 @pytest.mark.parametrize("both", [True, False], ids=["terminal", "tee"])
 def test_a_bar_on_a_terminal_and_lines_elsewhere(folder, tmp_path, both):
     words = ["imagenet_nd.py", *SMALL, *LINE, "--output-dir", tmp_path, "--name", "run", folder]
-    env = environment(*words, STEP_SECONDS="0.15")
+    env = environment(STEP_SECONDS="0.15")
     drawn, text = on_terminal([sys.executable, *map(str, words)], both, env)
     log = (tmp_path / "run" / "train.log").read_text().splitlines()
     steps = [line for line in log if " step " in line]
@@ -87,7 +87,7 @@ def test_a_bar_on_a_terminal_and_lines_elsewhere(folder, tmp_path, both):
 
 def test_a_signal_is_told_below_the_bar(folder, tmp_path):
     words = ["imagenet_nd.py", *SMALL, *LINE, "--output-dir", tmp_path, "--name", "run", folder]
-    env = environment(*words, STEP_SECONDS="0.15")
+    env = environment(STEP_SECONDS="0.15")
     drawn, _ = on_terminal([sys.executable, *map(str, words)], True, env, signal.SIGTERM)
     assert "SIGTERM: stopping after this step, with a snapshot" in drawn
 

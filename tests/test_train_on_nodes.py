@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, TIMEOUT, summary
 from nodes import Node, Nodes, need
-from running import TINY_LINE, Process, eventually, tiny
+from running import TINY_LINE, Process, eventually
 
 INTERRUPTED, LOST_PEER = 75, 69
 HERE = f"--dir {ROOT} --python {sys.executable}"  # the code and the Python of these tests
@@ -34,7 +34,7 @@ def nodes():
     """node0 to type on, node1 and node2 to train on."""
     with Nodes(3) as all_nodes:
         for node in all_nodes[1:]:
-            node.start_sshd(**tiny()[1])
+            node.start_sshd()
         yield all_nodes
 
 

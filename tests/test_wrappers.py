@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, Result, shell, summary
 from nodes import Nodes, type_on_each
-from running import TINY_LINE, Running, eventually, tiny
+from running import TINY_LINE, Running, eventually
 
 SCRIPTS = ROOT / "scripts"
 INNER = ("environment.sh", "launch.sh")  # not commands
@@ -173,7 +173,7 @@ def test_bad_input_ends_with_one_error(folder, tmp_path, wrapper, words, named):
     """Not with torchrun's stack trace, nor its exit code, nor after a hundred restarts."""
     command = f"{wrapper} 5 -- {TINY_LINE} {words.format(folder=folder)}"
     env = {"MASTER_ADDR": HERE, "MASTER_PORT": PORT, "NPROC": "2"}
-    done = run_wrapper(command, tmp_path, **tiny()[1], **env)
+    done = run_wrapper(command, tmp_path, **env)
     assert done.code == 2, done
     assert "Traceback" not in done.out + done.err
     assert named in done.sentence
@@ -183,7 +183,7 @@ def training(wrapper: str, *options: object, **env: str) -> Running:
     """A wrapper that trains, in the background."""
     become = "import os, sys; os.execvp('bash', ['bash', *sys.argv[1:]])"
     words = [f"{SCRIPTS}/{wrapper.split()[0]}", *wrapper.split()[1:], "--", *TINY_LINE.split()]
-    env = tiny(step_seconds=0.05)[1] | {"NPROC": "2"} | env
+    env = {"NPROC": "2", "STEP_SECONDS": "0.05"} | env
     return Running("-c", become, *words, "-p", "1", *options, **env)
 
 
@@ -217,7 +217,7 @@ def test_the_printed_torchrun_command_continues_a_stopped_training(folder, tmp_p
     assert line in (tmp_path / "run/node0.log").read_text()
     epoch = int(re.findall(r"Epoch (\d+)/10000 step", result.out)[-1])
     pasted = line.removeprefix("+ ").strip().replace("--epochs 10000", f"--epochs {epoch}")
-    (done,) = shell(f"cd {tmp_path} && {pasted}", **tiny()[1])
+    (done,) = shell(f"cd {tmp_path} && {pasted}")
     assert done.code == 0, done.err
     assert "resumed from" in done.out
     facts = summary(tmp_path / "run")
@@ -258,7 +258,7 @@ def test_hosts_whose_own_names_do_not_resolve_can_train(folder, tmp_path):
         return f"{first}{command} -- {TINY_LINE} -p 1 --output-dir {tmp_path} {folder} --epochs "
 
     by_hand = line("multi_node_train.sh 1 {rank} 2 by_hand 5", 1)
-    env = tiny(step_seconds=0.05)[1]
+    env = {"STEP_SECONDS": "0.05"}
     with Nodes(2) as nodes:
         for node in nodes:
             node.replace("/etc/hosts", "127.0.0.1 localhost\n")

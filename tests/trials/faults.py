@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from conftest import draw_folder
 from nodes import Nodes
-from running import eventually, tiny
+from running import eventually
 
 IMAGES, BATCH = 600, 5  # images per epoch, and per step and process
 LIMIT = 300  # seconds after which a trial that does not continue is given up
@@ -35,7 +35,7 @@ LINK_DOWN, AWAY = 20, 10  # seconds
 START = re.compile(r"\S+; processes: \d+, nodes: (\d+)")
 STEP = re.compile(r"Epoch \d+/\d+ step ")
 KILLS = 3  # of rank 0's node, in rank0_killed
-ENV = tiny(step_seconds=0.1)[1]
+ENV = {"STEP_SECONDS": "0.1"}
 
 
 class Trial:
