@@ -107,7 +107,7 @@ def test_an_empty_imagenet_dir_is_an_unset_one(parse, monkeypatch):
         parse("imagenet_nd")
 
 
-def test_an_error_is_one_line(folder):
+def test_an_error_is_one_line(folder, tmp_path):
     attempt("--epoch", 1, folder).fails_with("--epoch: did you mean --epochs?")
     line = ("-n", 2, "-nr", 0, "--dist-url", f"tcp://127.0.0.1:{free_port()}")
     done = joined.command("imagenet_ddp", *line, "--dist-timeout", 9, "--epoch", 1, folder)
@@ -116,7 +116,7 @@ def test_an_error_is_one_line(folder):
     words = ("this machine is out of memory", "bytes", "--accum")
     large = ("-b", 1000000, "--image-size", 10000)  # a batch of 1.2 PB
     joined.command("scripts/bench/time_step", "imagenet_nd", *TINY, *large).fails_with(*words)
-    attempt("--dummy", *large).fails_with("no memory for", "a smaller -b")
+    attempt("--dummy", *large, "--output-dir", tmp_path).fails_with("no memory for", "a smaller -b")
     for classes in ("0", "99999999999"):
         attempt("--dummy", "--classes", classes).fails_with("--classes a number, 1 to 1000000")
     attempt("--classes", "/proc/self/mem", folder).fails_with("/proc/self/mem cannot be read")

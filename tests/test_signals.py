@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from conftest import SMALL, summary
 from joined import Forked
-from running import TORCHRUN, Running, eventually
+from running import Running, eventually
 
-OURS = ("scripts/torchrun.py", "--standalone", "--nproc_per_node=2")
+OURS = ("scripts/torchrun.py", "--standalone")
 WAYS = {
     "nd": ("imagenet_nd.py",),
     "spawn": ("imagenet_ddp.py", "-g", "2"),
-    "torchrun": (*OURS, "imagenet_ddp.py"),
-    "plain torchrun": (*TORCHRUN, "--nproc_per_node=2", "imagenet_ddp.py"),
+    "torchrun": (*OURS, "--nproc_per_node=1", "imagenet_ddp.py"),
+    "torchrun 2": (*OURS, "--nproc_per_node=2", "imagenet_ddp.py"),
 }
 
 
@@ -88,8 +88,8 @@ def test_a_terminal_that_closes_ends_the_run_with_a_snapshot(folder, tmp_path, w
         ("spawn", signal.SIGHUP, "starting imagenet_ddp.py: loading PyTorch"),
         ("spawn", signal.SIGINT, "starting 2 processes on this node"),
         ("spawn", signal.SIGTERM, "a long start begins"),
-        ("torchrun", signal.SIGTERM, "starting imagenet_ddp.py in 2 processes: loading PyTorch"),
-        ("torchrun", signal.SIGINT, "a long start begins"),
+        ("torchrun 2", signal.SIGTERM, "starting imagenet_ddp.py in 2 processes: loading PyTorch"),
+        ("torchrun 2", signal.SIGINT, "a long start begins"),
     ],
 )
 def test_a_stop_before_the_first_step_is_one_line(folder, tmp_path, way, signum, after):

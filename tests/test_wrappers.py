@@ -183,7 +183,7 @@ def training(wrapper: str, *options: object, **env: str) -> Running:
     """A wrapper that trains, in the background."""
     become = "import os, sys; os.execvp('bash', ['bash', *sys.argv[1:]])"
     words = [f"{SCRIPTS}/{wrapper.split()[0]}", *wrapper.split()[1:], "--", *TINY_LINE.split()]
-    env = {"NPROC": "2", "STEP_SECONDS": "0.05"} | env
+    env = {"NPROC": "1", "STEP_SECONDS": "0.05"} | env
     return Running("-c", become, *words, "-p", "1", *options, **env)
 
 
@@ -221,7 +221,7 @@ def test_the_printed_torchrun_command_continues_a_stopped_training(folder, tmp_p
     assert done.code == 0, done.err
     assert "resumed from" in done.out
     facts = summary(tmp_path / "run")
-    assert [facts[key] for key in ("world_size", "epochs_done")] == [2, epoch]
+    assert facts["epochs_done"] == epoch
 
 
 @pytest.mark.parametrize(("end", "code"), [("SIGKILL", -9), ("rank", 137)])
@@ -237,7 +237,7 @@ def test_a_training_by_torchrun_or_a_rank_of_it_is_killed(folder, tmp_path, end,
 @pytest.mark.long
 def test_a_second_interrupt_does_not_wait_for_the_step(folder, tmp_path):
     options = ("--epochs", "10000", "--output-dir", tmp_path, folder)
-    with training("one_node_train.sh 1 run 5", *options, STEP_SECONDS="600") as run:
+    with training("one_node_train.sh 1 run 5", *options, NPROC="2", STEP_SECONDS="600") as run:
         for _ in range(2):
             run.until("a long step begins")
         family = run.meet_family()
