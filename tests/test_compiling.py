@@ -4,7 +4,6 @@ import argparse
 
 import pytest
 import torch
-import torch._inductor.config
 from conftest import SMALL, python
 from torch import nn
 
@@ -48,11 +47,13 @@ def test_what_cannot_be_compiled():
 
 
 def test_without_a_compiler_an_error_says_so():
+    from torch._inductor import config  # takes seconds to import
+
     args = argparse.Namespace(compile="default", epoch_sizes=tuple(range(20)))
     model = compiling.compiled(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), args)
     assert torch._dynamo.config.recompile_limit >= 20, "once for each size"
     step = compiling.first_step_timed(model, args, torch.device("cpu"))
     nowhere = {"cpp.cxx": (None, "/nowhere/g++"), "force_disable_caches": True}
     message = r"--compile default does not work here .*C\+\+ compiler"
-    with torch._inductor.config.patch(nowhere), pytest.raises(UserError, match=message):
+    with config.patch(nowhere), pytest.raises(UserError, match=message):
         step(torch.zeros(1, 2))
