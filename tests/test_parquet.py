@@ -92,6 +92,11 @@ def test_names_from_the_metadata_or_a_table(tmp_path):
         "val/b/x.jpg": b"2",
         "val/a/x.jpg": b"5",
     }
+    # A label whose images have the WordNet ids of two classes is none of ImageNet's.
+    rows = [(b"%d" % i, f"{WORDNET[i]}_1.JPEG", i // 2) for i in range(3)]
+    write(tmp_path / "mixed/train.parquet", rows, ["b", "a"])
+    succeed("parquet", tmp_path / "mixed", tmp_path / "mixed out")
+    assert (tmp_path / "mixed out/train/classes.txt").read_text() == "a\nb\n"
     (tmp_path / "names").write_text("zebra\nyak\n")
     succeed("parquet", tmp_path / "in", tmp_path / "table", "--names", tmp_path / "names")
     assert (tmp_path / "table/train/classes.txt").read_text() == "yak\nzebra\n"

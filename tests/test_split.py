@@ -109,10 +109,12 @@ def own(root, layout):
     if layout == "train alone":
         put(root, {"notes.txt": b"", "train/a/.mine.tmp": b"mine"})
     if "table" in layout:
-        rows = [f"{os.path.basename(name)[:-4]},7,x{c}" for c, name in images]
-        text = "\n".join(["\ufeffname,number,class", *rows])
-        text = text.replace(",", ";") if "train" in layout else text
-        put(root, {"labels.csv": text.encode()})
+        has_columns = "train" in layout  # and their names in the first line
+        more = "7," if has_columns else ""
+        rows = [f"{os.path.basename(name)[:-4]},{more}x{c}" for c, name in images]
+        text = "\n".join(["name,number,class", *rows] if has_columns else rows)
+        text = text.replace(",", ";") if has_columns else text
+        put(root, {"labels.csv": text.encode("utf-8-sig")})
     return root
 
 
@@ -156,7 +158,7 @@ def test_files_that_are_not_read_are_counted_and_the_hint_works_as_printed(tmp_p
 def test_a_table_that_contradicts_itself(tmp_path):
     data = own(tmp_path / "photos", "a table")
     table = tmp_path / "mine.csv"
-    table.write_bytes((data / "labels.csv").read_bytes() + b"\na_00,7,xb")
+    table.write_bytes((data / "labels.csv").read_bytes() + b"\na_00,xb")
     before, message = tree(data), fail("split", data, "--val", 0.2, "--labels", table)
     assert f"{table} names an image twice, with different classes" in message
     assert tree(data) == before
