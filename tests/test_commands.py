@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, Result, shell, summary
+from conftest import ROOT, TORCHVISIONS, Result, shell, summary
 from joined import Forked, command
 from running import free_port
 
@@ -42,9 +42,13 @@ def trained(output: Path, **expected: object) -> Path:
 
 
 def test_one_line(folder, tmp_path):
-    """DATA comes from $IMAGENET_DIR, and runs go into "runs"; in other tests both are typed."""
+    """DATA comes from $IMAGENET_DIR, and runs go into "runs"; in other tests both are typed.
+
+    Nor does anything of tests/stand_in take part.
+    """
     line = f"cd {tmp_path} && python {ROOT}/imagenet_ddp.py {TINY} -n 1 -g 2 -nr 0"
-    ends_well(line, IMAGENET_DIR=str(folder))
+    line += f" {' '.join(TORCHVISIONS)}"
+    ends_well(line, IMAGENET_DIR=str(folder), PYTHONPATH="")
     run = trained(tmp_path / "runs", mode="ddp", world_size=2, nodes=1, global_batch=10)
     assert run.name.endswith("gpux2_b5_cpu0_ddp")
     weights = torch.load(run / "snapshot.pt", weights_only=True)["model"]

@@ -11,6 +11,7 @@ import importlib
 import importlib.abc
 import importlib.util
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -23,29 +24,54 @@ class Compiler(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        for stand_in in NAMES:
-            if isinstance(sys.modules[stand_in], Compiler):
-                del sys.modules[stand_in]
-        return getattr(importlib.import_module(self.__name__), name)
+        return getattr(real(self.__name__), name)
+
+
+def real(name: str) -> ModuleType:
+    """Import a module of `NAMES` in place of the stand-in."""
+    for stand_in in NAMES:
+        if isinstance(sys.modules[stand_in], Compiler):
+            del sys.modules[stand_in]
+    return importlib.import_module(name)
+
+
+class Loaded(importlib.abc.Loader):
+    """Loads a module that is there."""
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return sys.modules[spec.name]
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Puts the stand-ins into their places when torchvision begins, which imports them."""
+    """Puts the stand-ins into their places when torchvision begins, which imports them.
 
-    def find_spec(self, name: str, *_: Any) -> None:
+    When another part of the compiler is imported, all of it is.
+    """
+
+    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
         if name == "torchvision":
-            sys.meta_path.remove(self)
-            compiler, utils = (Compiler(name) for name in NAMES)
-            compiler.disable = lambda function=None, *_, **__: function
-            compiler.graph_break = lambda *_, **__: None
-            compiler.trace_rules = SimpleNamespace(clear_lru_cache=lambda: None)
-            utils.is_compile_supported = lambda device: False
-            utils.get_optimize_ddp_mode = str
-            torch = importlib.util.find_spec("torch")
-            places = torch.submodule_search_locations if torch else []
-            compiler.utils, compiler.__path__ = utils, [f"{place}/_dynamo" for place in places]
-            for one in (compiler, utils):
-                sys.modules.setdefault(one.__name__, one)
+            self.put_stand_ins()
+        elif name.startswith(f"{NAMES[0]}.") and isinstance(sys.modules[NAMES[0]], Compiler):
+            real(NAMES[0])
+            if name in sys.modules:
+                return ModuleSpec(name, Loaded())
+        return None
+
+    def put_stand_ins(self) -> None:
+        compiler, utils = (Compiler(name) for name in NAMES)
+        compiler.disable = lambda function=None, *_, **__: function
+        compiler.graph_break = lambda *_, **__: None
+        compiler.trace_rules = SimpleNamespace(clear_lru_cache=lambda: None)
+        utils.is_compile_supported = lambda device: False
+        utils.get_optimize_ddp_mode = str
+        torch = importlib.util.find_spec("torch")
+        places = torch.submodule_search_locations if torch else []
+        compiler.utils, compiler.__path__ = utils, [f"{place}/_dynamo" for place in places]
+        for one in (compiler, utils):
+            sys.modules.setdefault(one.__name__, one)
 
 
 sys.meta_path.insert(0, Finder())
