@@ -105,12 +105,17 @@ def test_a_broken_promise_is_named(log, tmp_path, what):
     assert answer in (done.err if code == 2 else done.out)
 
 
-def test_a_bit_that_flips_names_its_rank(folder, tmp_path):
+@pytest.mark.parametrize(("steps", "found"), [(100, "step 1 of epoch 2"), (1, "step 4 of epoch 1")])
+def test_a_bit_that_flips_names_its_rank(folder, tmp_path, steps, found):
+    """In the third step: at the epoch's snapshot, or at the next comparison."""
+    often = f"from utils.run import audit; audit.STEPS_BETWEEN_CHECKS = {steps}"
+    env = {"FLIP_BIT_IN": "2", "BEFORE": often}
     with pytest.raises(AssertionError) as failed:
-        train(folder, tmp_path, "-b", "6", "--epochs", "2", processes=3, env={"FLIP_BIT_IN": "2"})
-    assert "the weights of rank 2 differ from those of other ranks before step 1 of epoch 2" in str(
-        failed
-    )
+        train(folder, tmp_path, "-b", "6", "--epochs", "2", processes=3, env=env)
+    assert f"weights of rank 2 differ from those of other ranks before {found}" in str(failed)
+
+
+def test_two_ranks_that_differ():
     with pytest.raises(UserError, match="the weights differ between ranks before step 4"):
         audit.check_equal(["a", "b"], epoch=0, step=3)  # which of two is right, nobody knows
 

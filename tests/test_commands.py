@@ -34,7 +34,8 @@ def trained(output: Path, **expected: object) -> Path:
     (run,) = output.iterdir()
     facts = {"epochs_done": 1, "finished_because": "epochs", "val_images": 21} | expected
     assert {key: summary(run)[key] for key in facts} == facts
-    assert {path.name for path in run.iterdir()} >= {"snapshot.pt", "best.pt"}
+    written = [(run / name).stat().st_mtime_ns for name in ("best.pt", "snapshot.pt")]
+    assert written == sorted(written), "no snapshot refers to a best model that is not there"
     return run
 
 

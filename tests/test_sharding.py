@@ -50,7 +50,7 @@ def trained(folder, tmp_path_factory):
     add(FSDP, "chain", *VIT, *TWO, "--reshard", "node", stop_after=2, nodes=2)
     add(FSDP, "chain", *VIT, *TWO, processes=3)
     for script, *options in ((DDP,), (FSDP, "--reshard", "none")):
-        add(script, f"{script}_resnet", *RESNET, *ONE, *options)
+        add(script, f"{script}_resnet", *RESNET, *ONE, "--audit", *options)
     for script in (DDP, FSDP):
         add(script, f"{script}_clip", *VIT, *ONE, "--clip-grad", 0.5, "--accum-steps", 2)
         add(script, f"{script}_fp16", "-a", "tiny_vit", "--amp", "fp16", *ONE)
