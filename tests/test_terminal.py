@@ -110,3 +110,11 @@ def test_the_stages_of_a_start_are_printed_as_they_come(folder, tmp_path):
     stages = ["reading the lists of images in", "run directory", "training begins", "step  1/12"]
     places = [out.find(text) for text in stages]
     assert -1 not in places and places == sorted(places), out
+
+
+def test_ranks_that_are_told_to_print_at_other_steps_use_that_of_rank_0(tmp_path, folder):
+    """On nodes where different lines were typed. The sums that a line needs are of all ranks."""
+    other = "import os, sys; sys.argv += ['-p', '3'] if os.environ['RANK'] == '1' else ['-p', '2']"
+    line = ("-b", 5, "--epochs", 1, "--output-dir", tmp_path, "--name", "run", folder)
+    done = train("imagenet_ddp.py", *line, processes=2, BEFORE=other)
+    assert re.findall(r"^Epoch 1/1 step (\d)", done.out, re.MULTILINE) == ["1", "2", "4", "6"]
