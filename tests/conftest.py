@@ -25,7 +25,9 @@ ROOT = Path(__file__).resolve().parents[1]
 # Models that cost next to nothing, as timm's, and a sitecustomize.py.
 STAND_IN = str(ROOT / "tests" / "stand_in")
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), STAND_IN]
-runpy.run_path(f"{STAND_IN}/sitecustomize.py")  # of this process it is too late for Python to do so
+runpy.run_path(f"{STAND_IN}/sitecustomize.py")  # Python does so at the start of other processes
+# What the environment of each process says that a test starts, here or on a node.
+COMMON = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": STAND_IN}
 
 # A shell that starts the tests in the background makes them and their children ignore Ctrl-C.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -46,7 +48,8 @@ _left_out: Counter[str] = Counter()  # reasons
 # A model of tests/stand_in that has batch norm and dropout. Training it costs a quarter of one of
 # torchvision's smallest.
 SMALL = ("-a", "tiny_full", "--image-size", "32", "-j", "1")
-TORCHVISIONS = ("-a", "shufflenet_v2_x0_5")  # that one
+# For tests that need a model with more and larger weights, or without tests/stand_in.
+TORCHVISION_MODEL = ("-a", "shufflenet_v2_x0_5")
 WITH_TORCH = ("imagenet_", *(f"scripts/{x}" for x in ("audit_run", "model_results", "show_images")))
 TIMEOUT = 240  # seconds; a limit against hangs, not a measurement
 # The files that take longest go first, or one of them would be left for a single worker at the end.
@@ -102,11 +105,10 @@ class Result:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """The environment of a command: one thread, no variables of a launcher, plus ``changes``."""
+    """The environment of a command: `COMMON`, no variables of a launcher, plus ``changes``."""
     unwanted = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
     clean = {key: value for key, value in os.environ.items() if key not in unwanted}
-    clean |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": STAND_IN}
-    return clean | changes
+    return clean | COMMON | changes
 
 
 _reaper = leftovers.kill_when_this_process_ends()

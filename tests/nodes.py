@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 from bench.namespaces import Namespaces, address, children, do, make_bridge, plug_in
-from conftest import ROOT, STAND_IN, Result, activated
+from conftest import COMMON, ROOT, Result, activated
 from running import Process, Running, eventually, everyone
 
 from utils.start.errors import UserError
@@ -143,8 +143,7 @@ class Node:
         """Let root in with the key in ssh_config; logins find the variables ``env`` set."""
         need("sshd")
         config, key = self.folder / "sshd_config", self.folder.parent / "key"
-        env = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": STAND_IN} | env
-        given = " ".join(f'"{name}={value}"' for name, value in env.items())
+        given = " ".join(f'"{name}={value}"' for name, value in (COMMON | env).items())
         config.write_text(
             f"Port {self.port}\nHostKey {key}\nPidFile none\nUsePAM no\nStrictModes no\n"
             f"PermitRootLogin prohibit-password\nLogLevel ERROR\n"

@@ -84,13 +84,14 @@ def test_what_the_launcher_adds_to_a_command_and_what_it_copies(monkeypatch, tmp
     options, _ = launcher.parse(["hosts", "--dir", "code", "--", "imagenet_ddp.py"])
     launcher.fetch(options, launcher.Host("u@b"), script)
     assert calls[0][-2:] == ["u@b:code/out/a/", "out/a/"]
-    for part in ("scripts", ".venv/pyvenv.cfg", "my env/conda-meta"):
+    for part in ("scripts", ".venv-oldest/pyvenv.cfg", "my env/conda-meta"):
         (tmp_path / part).mkdir(parents=True)
     monkeypatch.setattr(launcher, "ROOT", tmp_path)
     launcher.sync(options, launcher.Host("u@b"))
     assert calls[1][-2:] == [f"{tmp_path}/", "u@b:code/"]
     left_out = {one.removeprefix("--exclude=") for one in calls[1] if one.startswith("--exclude")}
-    assert left_out == {"/.venv", "/my env", "/runs", "/data", ".git", "__pycache__", ".*_cache"}
+    always = {".git", ".venv", "__pycache__", "/runs", "/data", ".*_cache"}
+    assert left_out == {"/.venv-oldest", "/my env"} | always
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TORCHVISIONS, Result, shell, summary
+from conftest import ROOT, TORCHVISION_MODEL, Result, shell, summary
 from joined import Forked, command
 from running import free_port
 
@@ -48,7 +48,7 @@ def test_one_line(folder, tmp_path):
     Nor does anything of tests/stand_in take part.
     """
     line = f"cd {tmp_path} && python {ROOT}/imagenet_ddp.py {TINY} -n 1 -g 2 -nr 0"
-    line += f" {' '.join(TORCHVISIONS)}"
+    line += f" {' '.join(TORCHVISION_MODEL)}"
     ends_well(line, IMAGENET_DIR=str(folder), PYTHONPATH="")
     run = trained(tmp_path / "runs", mode="ddp", world_size=2, nodes=1, global_batch=10)
     assert run.name.endswith("gpux2_b5_cpu0_ddp")

@@ -9,7 +9,7 @@ from shlex import split
 
 import pytest
 import torch
-from conftest import SMALL, TORCHVISIONS, python, summary, train
+from conftest import SMALL, TORCHVISION_MODEL, python, summary, train
 from running import Running, free_port
 
 from utils.model.compress import METHODS
@@ -27,7 +27,7 @@ FEW = split("-b 10 --epochs 2 --lr 0.02 --name run")
 
 def finished(script, options, data, place, tiny_model=True, **env):
     """The summary of a run of a few steps; a ResNet-18 learns too little in them to compare."""
-    model = ("-a", "tiny_plain") if tiny_model else TORCHVISIONS
+    model = ("-a", "tiny_plain") if tiny_model else TORCHVISION_MODEL
     train(script, *model, *FEW, *split(options), "--output-dir", place, data, **env)
     return summary(place / "run")
 
@@ -83,7 +83,7 @@ def test_options_go_together_on_a_gpu(folder, tmp_path, script, options):
     [(ND, "--amp off"), (DDP, "--sync-bn"), (APEX, "--opt-level O2"), (FSDP, "--amp bf16")],
 )
 def test_the_host_does_not_wait_for_the_gpu_in_a_step(script, options):
-    words = (Path(script).stem, *SMALL, "-b", "8", *split(options))
+    words = (Path(script).stem, *SMALL, *TORCHVISION_MODEL, "-b", "8", *split(options))
     done = python("scripts/bench/time_step.py", *words, **ONE_GPU)
     assert json.loads(done.out.splitlines()[-1])["host_waits"] == []
 
@@ -104,7 +104,7 @@ def test_two_processes_share_a_gpu(folder, tmp_path, plain, method):
 
 @pytest.mark.parametrize(("first", "then"), [(ND, DDP), (FSDP, ND), (APEX, APEX)])
 def test_a_run_stopped_on_the_gpu_goes_on_on_the_cpu_and_back(folder, tmp_path, first, then):
-    options = (*SMALL, *FEW, "-p", "1", "--epochs", "3", "--output-dir", tmp_path)
+    options = (*SMALL, *TORCHVISION_MODEL, *FEW, *split("-p 1 --epochs 3 --output-dir"), tmp_path)
     ways = ((first, ONE_GPU, "2/3"), (then, {}, "3/3"), (then, ONE_GPU, None))
     for script, env, until in ways:
         with Running(script, *options, "--resume", "auto", folder, **env) as run:

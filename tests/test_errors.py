@@ -12,7 +12,7 @@ from pathlib import Path
 import joined
 import pytest
 import torch
-from conftest import ROOT, SMALL, TORCHVISIONS, Result, draw_folder, python, shell, summary
+from conftest import ROOT, SMALL, TORCHVISION_MODEL, Result, draw_folder, python, shell, summary
 from running import TINY_LINE, TORCHRUN, alone
 
 from utils.start.addresses import free_port
@@ -181,7 +181,8 @@ def test_control_characters_of_a_file_name_are_escaped(data):
 
 def test_a_run_that_cannot_be_continued_is_left_as_it_was(folder, tmp_path):
     run = tmp_path / "mine"
-    here = (*TORCHVISIONS, "-b", "20", "--lr", "0.01", "--output-dir", tmp_path, "--name", "mine")
+    here = (*TORCHVISION_MODEL, "-b", "20", "--lr", "0.01", "--name", "mine")
+    here += ("--output-dir", tmp_path)
     assert attempt("--epochs", "1", *here, folder).code == 0
     again = (*here, "--resume", "auto", folder)
 

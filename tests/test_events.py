@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import TORCHVISIONS, scalars, summary, train
+from conftest import TORCHVISION_MODEL, scalars, summary, train
 from event_files import note, table
 from running import fill, small_disk
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -104,7 +104,7 @@ def test_only_changed_code_marks_the_commit(tmp_path, monkeypatch):
 def ours(folder, tmp_path_factory) -> Path:
     """A run that was resumed on two processes after an epoch on one."""
     root = tmp_path_factory.mktemp("ours")
-    options = (*TORCHVISIONS, "-p", "2", "--lr", "0.01", "--output-dir", root, "--name", "one")
+    options = (*TORCHVISION_MODEL, "-p", "2", "--lr", "0.01", "--output-dir", root, "--name", "one")
     train("imagenet_nd.py", "-b", "12", "--epochs", "1", *options, folder)
     more = ("-b", "3", "--accum-steps", "2", "--epochs", "2", "--resume", "auto")
     train("imagenet_ddp.py", *more, *options, folder, processes=2)

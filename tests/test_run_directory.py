@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import TORCHVISIONS, draw_folder, scalars, summary, train
+from conftest import TORCHVISION_MODEL, draw_folder, scalars, summary, train
 from running import snapshot
 from test_best_model import evaluated
 from test_checkpoint import trained
@@ -33,7 +33,7 @@ TAGS = {
 }
 GROUPS = ("Best/", "IO/", "CPU/", "Memory/", "Amp/", "Step/")
 GROUPS += ("Time/data", "Time/compute", "Time/communication", "Loss/test", "Top1/test", "Top5/test")
-OPTIONS = (*TORCHVISIONS, "-b", "5", "--epochs", "3", "--lr", "0.1", "--seed", "2", "-p", "5")
+OPTIONS = (*TORCHVISION_MODEL, "-b", "5", "--epochs", "3", "--lr", "0.1", "--seed", "2", "-p", "5")
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +199,7 @@ def test_log_keeps_every_line_of_the_console(ran):
 def test_the_best_model_is_plain_torchvision_and_as_good_as_the_summary_says(ran):
     """On val/, and on test/, which is evaluated once, at the end."""
     results, best = ran.summary, snapshot(ran.folder, "best.pt")
-    get_model(TORCHVISIONS[1], num_classes=3).load_state_dict(snapshot(ran.folder)["model"])
+    get_model(TORCHVISION_MODEL[1], num_classes=3).load_state_dict(snapshot(ran.folder)["model"])
     for key in ("epoch", "top1", "top5"):
         assert best[key] == results[f"best_{key}"]
     best_loss = dict(ran.curves["Loss/val"])[results["best_epoch"]]

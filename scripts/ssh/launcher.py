@@ -28,8 +28,8 @@ HELP = """Train on several nodes from one machine, over ssh.
 """
 WAIT_SECONDS = 600.0  # for MIN nodes; --dist-timeout of the script replaces it
 ONE_PROCESS = ("imagenet_nd.py", "imagenet_dp.py")
-_NOT_COPIED = (".git", "__pycache__", "/runs", "/data", ".*_cache")
-_ENVIRONMENTS = ("pyvenv.cfg", "conda-meta")  # what is in a folder that Python is installed in
+_NOT_COPIED = (".git", ".venv", "__pycache__", "/runs", "/data", ".*_cache")
+_ENVIRONMENTS = ("pyvenv.cfg", "conda-meta")  # these mark the folder of a Python environment
 
 
 def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -130,13 +130,14 @@ def rsync(options: argparse.Namespace, action: str, *arguments: str) -> None:
 
 
 def sync(options: argparse.Namespace, host: Host) -> None:
-    """Copy this code to a host, without environments; keep other files there. Raises: `UserError`.
+    """Copy this code to a host; keep other files there. Raises: `UserError`.
 
-    An environment has gigabytes, and may be of another Python, or for another GPU.
+    Python environments in the top folder are left out. They take gigabytes, and may not fit the
+    host's Python or GPU.
     """
-    inside = [path for name in _ENVIRONMENTS for path in ROOT.glob(f"*/{name}")]
-    without = [f"--exclude=/{path.parent.name}" for path in inside]
-    without += [f"--exclude={pattern}" for pattern in _NOT_COPIED]
+    marks = [path for name in _ENVIRONMENTS for path in ROOT.glob(f"*/{name}")]
+    without = [f"--exclude={pattern}" for pattern in _NOT_COPIED]
+    without += [f"--exclude=/{mark.parent.name}" for mark in marks]
     # rsync creates only one level of folders.
     make = ["--rsync-path", f"mkdir -p {shlex.quote(options.dir)} && rsync"]
     target = f"{host.address}:{options.dir}/"
