@@ -20,8 +20,8 @@ WRAPPERS.append("train.sbatch")
 
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_help_says_how_to_use_it(name, tmp_path):
-    """From another folder, with no environment active."""
-    bare = f"env -i PATH=/usr/bin:/bin COLUMNS=80 HOME={tmp_path} bash"
+    """From another folder, with no environment active. The study's is printed by its script."""
+    bare = f"env -i PATH=/usr/bin:/bin PYTHON={sys.executable} COLUMNS=80 HOME={tmp_path} bash"
     (done,) = shell(f"cd {tmp_path} && {bare} {SCRIPTS}/{name} --help")
     assert (done.code, done.err) == (0, "")
     assert f"scripts/{name}" in done.out, "no example"
