@@ -2,14 +2,15 @@
 
 torchvision, optimisers and DistributedDataParallel import ``torch._dynamo`` to ask whether
 something is being compiled. Here they are told: no. Whoever wants more gets the real one. Nor is
-garbage collected among the many objects that modules make, none of which is any.
+garbage collected among the many objects that modules make, none of which is any; and without GPUs
+nobody needs NVIDIA's bindings.
 """
 
 import atexit
 import gc
 import importlib
-import importlib.abc
 import importlib.util
+import os
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
@@ -35,7 +36,7 @@ def real(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
-class Loaded(importlib.abc.Loader):
+class Loaded:
     """Loads a module that is there."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
@@ -45,7 +46,7 @@ class Loaded(importlib.abc.Loader):
         pass
 
 
-class Finder(importlib.abc.MetaPathFinder):
+class Finder:
     """Puts the stand-ins into their places when torchvision begins, which imports them.
 
     When another part of the compiler is imported, all of it is.
@@ -75,6 +76,8 @@ class Finder(importlib.abc.MetaPathFinder):
 
 
 sys.meta_path.insert(0, Finder())
+if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+    sys.modules["cuda"] = None  # ImportError
 gc.set_threshold(100_000, 50, 1000)
 # Or the interpreter's end collects once more: half a second of CPU time.
 atexit.register(gc.freeze)
