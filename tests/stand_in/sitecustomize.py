@@ -1,9 +1,9 @@
 """Python imports this first: a training does without torch's compiler, which loads for seconds.
 
 torchvision, optimisers and DistributedDataParallel import ``torch._dynamo`` to ask whether
-something is being compiled. Here they are told: no. Whoever wants more gets the real one. Nor is
-garbage collected among the many objects that modules make, none of which is any; and without GPUs
-nobody needs NVIDIA's bindings.
+something is being compiled. Here they are told: no. Whoever wants more gets the real one.
+NVIDIA's bindings are not loaded where no GPU is visible. Garbage is not collected among the many
+objects that modules make, none of which is any.
 """
 
 import atexit
@@ -77,7 +77,7 @@ class Finder:
 
 sys.meta_path.insert(0, Finder())
 if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
-    sys.modules["cuda"] = None  # ImportError
+    sys.modules["cuda"] = None  # importing it raises an ImportError, as without the package
 gc.set_threshold(100_000, 50, 1000)
 # Or the interpreter's end collects once more: half a second of CPU time.
 atexit.register(gc.freeze)
