@@ -176,7 +176,7 @@ def _labelled(data: Path, table: Path) -> dict[str, str]:
         if not row:
             continue
         path = files.get(row[0].strip())
-        if number == 0 and not path:  # the names of the columns
+        if number == 0 and path is None:  # the names of the columns
             known = [i for i, name in enumerate(row) if name.strip().lower() in CLASS_COLUMNS]
             column = known[0] if known else 1
             continue
