@@ -8,7 +8,7 @@ import re
 
 import compare_runs
 import pytest
-from compare import pictures
+from compare import page, pictures
 from compare import table as tables
 from event_files import BEGAN, epochs_of, folder_name, note, table, write
 
@@ -422,6 +422,31 @@ def test_bad_input_is_an_error(tmp_path, monkeypatch):
     }.items():
         with pytest.raises((UserError, OSError), match=re.escape(message)):
             compare_runs.main(arguments.split())
+
+
+# ---- axes
+
+STEEP = [(x, 7.0 if x == 0 else 2.0 - x / 50) for x in range(51)]  # a loss: 7, then 1.98 to 1
+
+
+@pytest.mark.parametrize(
+    ("points", "how", "expected"),
+    [
+        (STEEP, {}, (0.9424, 2.0176)),  # from 1 to 1.96, and a margin
+        (STEEP, {"zero": True}, (0.0, 7.36)),
+        (STEEP[:20], {}, (1.2972, 7.3228)),  # short: all of it
+        ([(x, -y) for x, y in STEEP], {}, (-2.0176, -0.9424)),
+        ([(x, float(x)) for x in range(50)], {"unit": "s"}, (0.0, 51.94)),
+        ([(0, 50.0), (1, 99.0)], {"unit": "%"}, (47.06, 100.588)),
+        ([(0, 50.0), (1, 120.0)], {"unit": "%"}, (45.8, 124.2)),
+        ([(1, 10.0), (2, 1000.0)], {"log": "xy"}, (10 / 1.1, 1100.0)),
+        ([(1, 4.0), (2, 4.0)], {}, (3.8, 4.2)),
+        ([(1, 0.0)], {}, (0.0, 1.0)),
+    ],
+)
+def test_an_axis_shows_what_matters(points, how, expected):
+    chart = page.Chart(**{"title": "t", "unit": "", "x": "epoch", "lines": [("a", points)]} | how)
+    assert page.limits(chart) == pytest.approx(expected)
 
 
 # ---- the section in a file of Markdown

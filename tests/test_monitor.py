@@ -132,8 +132,12 @@ def test_curves_summary_and_trace_of_two_processes(folder, tmp_path):
     """Two epochs of six steps of 10 images, with --profile."""
     options = ("-a", "tiny_full", "-b", "5", "--epochs", "2", "-p", "2", "--profile")
     place = ("--output-dir", tmp_path, "--name", "x")
-    done = train("imagenet_ddp.py", folder, *options, *place, processes=2)
+    long_enough = "from utils import advice, slowdown; advice.MIN_STEPS = advice.MIN_SECONDS = 0"
+    any_share = f"{long_enough}; slowdown.LIMIT = advice.LIMIT = -1"
+    done = train("imagenet_ddp.py", folder, *options, *place, processes=2, BEFORE=any_share)
     assert "ERROR" not in done.err
+    # After the first epoch: what takes most of the time, and why a step is slow.
+    assert len(re.findall(r"note: rank [01] \w+ .* and all ranks wait for it", done.out)) == 1
     points, results = scalars(tmp_path / "x"), summary(tmp_path / "x")
     for part in ("data", "compute", "communication"):
         values = [value for _, value in points[f"Step/{part}_s"]]
