@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import subprocess
 import time
 from pathlib import Path
@@ -79,6 +80,21 @@ def test_a_disk_that_was_full_leaves_one_file_whose_curves_have_a_gap(tmp_path, 
         assert [x for x, _ in scalars(disk)["Loss/train"]] == [*kept, 200]
         assert len(list(disk.iterdir())) == 1
         assert len(logged) == 1 and "its curves have a gap" in logged[0]
+
+
+def test_a_file_that_could_not_be_opened_loses_nothing(tmp_path, logged):
+    """Too many files are open: it was emptied once."""
+    events = EventFile(tmp_path, opening({"lr": 0.1}))
+    events.scalars({"Loss/train": 1.0}, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        events.scalars({"Loss/train": 2.0}, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    events.scalars({"Loss/train": 3.0}, 3)
+    assert scalars(tmp_path)["Loss/train"] == [(1, 1.0), (3, 3.0)]
+    assert len(logged) == 1 and "its curves have a gap" in logged[0]
 
 
 def test_only_changed_code_marks_the_commit(tmp_path, monkeypatch):

@@ -63,15 +63,16 @@ class EventFile(Sink):
 
     def _append(self, events: list[Event]) -> None:
         """Append ``events``. A disk error leaves a gap in the curves, and is reported once."""
-        size = 0
+        size = None
         try:
             with open(self.path, "ab") as file:
                 size = file.tell()
                 file.write(_records(events))
             self.has_gap = False
         except OSError as error:
-            with contextlib.suppress(OSError):
-                os.truncate(self.path, size)  # readers stop at an incomplete event
+            if size is not None:  # else it could not be opened, and is as it was
+                with contextlib.suppress(OSError):
+                    os.truncate(self.path, size)  # readers stop at an incomplete event
             if not self.has_gap:
                 log.warning(
                     f"cannot write the event file ({error.strerror}): training continues, and "
