@@ -153,9 +153,11 @@ def make(layout, folder):
             files[f"{part}/{label}/{name}"] = data
         else:
             root = "" if layout == "flat" else f"{KAGGLE}/"
-            files[f"{root}{path if split == 'train' else f'val/{name}'}"] = data
+            flat = split == "val" and layout != "kaggle_sorted"
+            files[f"{root}{f'val/{name}' if flat else path}"] = data
     more = {
         "kaggle": {CSV: solution()},
+        "kaggle_sorted": {CSV: b""},  # with folders for the classes of val
         "imagenet100": {"Labels.json": b"{}"},
         "flat": {
             DEVKIT: devkit_bytes([1, 2, 2]),
@@ -166,7 +168,7 @@ def make(layout, folder):
     return put(folder, files | more[layout])
 
 
-@pytest.mark.parametrize("layout", ["archives", "kaggle", "imagenet100", "flat"])
+@pytest.mark.parametrize("layout", ["archives", "kaggle", "kaggle_sorted", "imagenet100", "flat"])
 def test_every_image_lands_in_its_class(tmp_path, layout):
     source, out = make(layout, tmp_path / "source"), tmp_path / "out"
     succeed("imagenet", out, "--source", source)

@@ -84,6 +84,11 @@ def test_a_job_over_ssh(capsys, line, words):
     assert words in refused(lambda: over_ssh(line), capsys)
 
 
+def test_the_help_of_a_script_is_that_of_the_node():
+    given = launcher.check(["imagenet_ddp.py", "--help", "--nam", "x"], several=True, again=False)
+    assert given.name is None, "options are not abbreviated"
+
+
 def test_slots_and_processes_that_fit_are_as_many_hosts(tmp_path):
     put(tmp_path, {"hosts": b"a slots=2\nb slots=2\nc slots=2\n"})
     for line, names in (("-np 4", "ab"), ("", "abc"), ("-np 6 --elastic 3:3", "abc")):

@@ -6,6 +6,7 @@ import re
 import shlex
 import signal
 import time
+from collections import Counter
 
 import pytest
 from conftest import shell
@@ -32,6 +33,7 @@ def test_classes_and_tables_are_told_from_parts_and_other_tables(tmp_path):
 
 
 def test_same_names_and_seed_give_the_same_part_and_zero_undoes_it(data, tmp_path):
+    (data / "train/not yet").mkdir()
     before = images(data)
     assert "train 54 images, test 6 images" in succeed("split", data, "--test", 0.1)
     assert sorted(images(data).values()) == sorted(before.values())
@@ -50,6 +52,9 @@ def test_same_names_and_seed_give_the_same_part_and_zero_undoes_it(data, tmp_pat
     assert len(larger) == 12 and aside < larger
     succeed("split", data, "--test", 0)
     assert images(data) == before and not (data / "test").exists()
+    succeed("split", data, "--test", 0.1)
+    succeed("split", data, "--undo")
+    assert images(data) == before and (data / "train/not yet").exists()
 
 
 def test_links_are_moved_and_lead_to_the_same_files(tmp_path):
@@ -127,7 +132,9 @@ def test_ones_own_images_are_divided_and_put_back(tmp_path, layout):
     command = shlex.split(re.search("`(.*)`", str(error.value))[1])
     assert command[-4:] == ["split", str(data), "--val", "0.2"]
     said = succeed(*command[2:], "--test", 0.1)
-    assert "train 28 images, val 8 images, test 4 images" in said
+    assert "train 28 images, val 8 images, test 4 images" in said and "left out" not in said
+    places = Counter(name.rsplit("/", 1)[0][-1:] for name in images(data) if name[0] == "v")
+    assert places == {"a": 4, "b": 4}, "a part has its share of each class"
     kept = [data for name, data in before.items() if "/.mine" not in name]
     assert sorted(images(data).values()) == sorted(kept)
     check_same_classes(data, "val", class_folders(data / "train"), subset=False)

@@ -145,9 +145,9 @@ def commands(node: Node, part: str = "signal") -> list[str]:
     return [one.command for one in node.processes() if part in one.command]
 
 
-def clean(node: Node, options: str = "", code: int = 0) -> str:
+def clean(node: Node, options: str = "", code: int = 0, mark: str = "") -> str:
     """What cleanup.sh prints on a node; errors too."""
-    done = node.run(f"bash scripts/cleanup.sh {options} 2>&1")
+    done = node.run(f"{mark} bash scripts/cleanup.sh {options} 2>&1")
     assert done.code == code, done.out
     return done.out
 
@@ -190,7 +190,7 @@ def test_a_training_typed_by_hand_gets_time_for_its_snapshot(nodes, folder, tmp_
         assert (tmp_path / "run" / "snapshot.pt").is_file()
         assert len(commands(node, "bystander")) >= 2
         assert commands(node, "601")
-        assert "nothing of this suite" in clean(node)
+        assert "nothing of this suite" in clean(node, mark=OURS), "nor itself"
 
 
 def test_one_run_by_its_name(nodes, folder, tmp_path):
