@@ -47,11 +47,11 @@ def test_one_line(folder, tmp_path):
 
     Nor does anything of tests/stand_in take part.
     """
-    line = f"cd {tmp_path} && python {ROOT}/imagenet_ddp.py {TINY} -n 1 -g 2 -nr 0"
+    line = f"cd {tmp_path} && python {ROOT}/imagenet_ddp.py {TINY} -n 1 -g 1 -nr 0"
     line += f" {' '.join(TORCHVISION_MODEL)}"
     ends_well(line, IMAGENET_DIR=str(folder), PYTHONPATH="")
-    run = trained(tmp_path / "runs", mode="ddp", world_size=2, nodes=1, global_batch=10)
-    assert run.name.endswith("gpux2_b5_cpu0_ddp")
+    run = trained(tmp_path / "runs", mode="ddp", world_size=1, nodes=1, global_batch=5)
+    assert run.name.endswith("gpux1_b5_cpu0_ddp")
     weights = torch.load(run / "snapshot.pt", weights_only=True)["model"]
     assert not any(name.startswith("module.") for name in weights)
 
@@ -188,7 +188,7 @@ def test_two_nodes(folder, tmp_path):
         assert (result.code, "error" in result.err) == (0, False), result
     assert not [path for path in (tmp_path / "1").rglob("*") if path.is_file()]
     run = trained(tmp_path / "0", world_size=2, nodes=2, global_batch=10, comm="fp32")
-    assert run.name.endswith("gpux2_b5_cpu0_ddp")
+    assert run.name.endswith("gpux1_b5_cpu0_ddp")
     for result, steps in zip(results, (12 // 2, 0), strict=True):  # the second says so
         assert result.out.count("Epoch 1/1 step ") == steps
     (note,) = [text for text in results[0].out.splitlines() if "gloo" in text]

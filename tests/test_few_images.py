@@ -13,7 +13,7 @@ CASES = {
     "dp_2": ("dp", 1, 2),
     "ddp_1_of_2": ("ddp", 2, 1),
     "ddp_2_of_4": ("ddp", 4, 2),
-    "fsdp_3_of_4": ("fsdp", 4, 3),
+    "fsdp_2_of_3": ("fsdp", 3, 2),
     "apex_1_of_2": ("ddp_apex", 2, 1, "--opt-level", "O0"),
 }
 
