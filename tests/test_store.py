@@ -59,6 +59,16 @@ def test_a_new_machine_continues_bit_for_bit(folder, tmp_path, stopped, how):
     assert best[0] == best[1]
 
 
+def test_what_was_downloaded_takes_no_room_while_it_is_trained_on(folder, tmp_path, stopped):
+    """Nor does what a process has left that was killed while it read it."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/.snapshot.pt.from_store.tmp").touch()
+    where = line(folder, tmp_path, "--name", "run", "--resume", f"file://{stopped}/store/half")
+    with start("imagenet_nd.py", *where, HOLD_AFTER="1") as run:
+        run.until("waiting for a signal")
+        assert not list((tmp_path / "run").glob(".*.tmp"))
+
+
 def test_a_rejected_url_is_an_error_line_and_leaves_no_file(folder, tmp_path):
     """What is no checkpoint may be anything, and private."""
     (tmp_path / "secret").write_text("secret")

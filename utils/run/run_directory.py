@@ -284,6 +284,8 @@ class Run:
             return None, None
         is_own = own is not None and path.parent == own.path and not is_url(args.resume)
         path, content = read_whole(path, set_aside=is_own)
+        if is_url(args.resume):  # a snapshot may take gigabytes, and this process may be killed
+            path.unlink(missing_ok=True)
         source = args.resume if is_url(args.resume) else path  # a URL's file is a temporary one
         would_start_over = "progress" not in content and args.start_epoch is None
         if would_start_over and own is not None and (is_own or (own.path / OPTIONS).is_file()):

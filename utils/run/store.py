@@ -20,7 +20,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from utils.run.sinks import Sink
 from utils.run.snapshots import BEST, SNAPSHOT
-from utils.start.atomic import link_atomically, save_atomically
+from utils.start.atomic import FETCHED, link_atomically, save_atomically
 from utils.start.errors import UserError
 from utils.start.option_types import is_url
 
@@ -101,9 +101,7 @@ def fetch(url: str, folder: Path | None) -> Path:
         scratch = tempfile.TemporaryDirectory(prefix="imagenet-")
         _at_exit(scratch.cleanup)
         folder = Path(scratch.name)
-    file = (
-        folder / f".{name}.from_store.tmp"
-    )  # `utils.start.atomic.remove_leftovers` knows this ending
+    file = folder / f".{name}{FETCHED}"
     _at_exit(lambda: file.unlink(missing_ok=True))
     try:
         _download(system, f"{remote}/{name}", file)

@@ -14,6 +14,7 @@ from typing import Any
 from utils.start.errors import UserError
 
 UNNAMED = f".{'[0-9a-f]' * 16}.tmp"  # pattern of the temporary files' names, see `_temporary`
+FETCHED = ".from_store.tmp"  # ending of a download's name, see `utils.run.store.fetch`
 
 
 def save_atomically(
@@ -170,8 +171,9 @@ def remove_leftovers(folder: Path, recursive: bool = False) -> None:
 
     ``recursive``: also in all folders below it. Raises: OSError.
     """
-    for path in folder.glob(f"**/{UNNAMED}" if recursive else UNNAMED):
-        path.unlink(missing_ok=True)
+    for pattern in (UNNAMED, f".*{FETCHED}"):
+        for path in folder.glob(f"**/{pattern}" if recursive else pattern):
+            path.unlink(missing_ok=True)
 
 
 @contextmanager
