@@ -257,7 +257,7 @@ def test_a_table_of_labels(tmp_path, table, words):
 
 def test_what_a_table_leaves_out_is_counted(tmp_path):
     rows = [f"{i},c{i % 2}" for i in range(8)]
-    table = "\n".join(["name,class", "", *rows, "none,c0", "8"]).encode()
+    table = "\n".join(["file,what", "", *rows, "none,c0", "8"]).encode()
     data = put(tmp_path / "data", {f"{i}.jpg": b"%d" % i for i in range(10)} | {"l.csv": table})
     said = succeed("split", data, "--val", 0.25, "--labels", data / "l.csv")
     assert "left out: 2 lines of" in said and "left out: 2 images that" in said
