@@ -16,7 +16,7 @@ def main() -> int:
     sys.path.insert(0, str(Path(__file__).parent / "stand_in_apex"))
     import apex.amp
 
-    sys.argv[0], choice._has_gpu = "imagenet_ddp_apex.py", lambda: True
+    sys.argv[0], choice.has_gpu = "imagenet_ddp_apex.py", lambda: True
     exec(os.environ["CHANGE"], globals() | {"apex": apex})
     code = imagenet_ddp_apex.main()
     sys.stdout.write("".join(f"{call!r}\n" for call in apex.calls))

@@ -52,7 +52,7 @@ def _why_not(args: Options) -> str | None:
     """Why Apex's amp is not used; None if it is."""
     if args.amp_impl == "torch":
         return "chosen by --amp-impl"
-    reason = None if _has_gpu() else "Apex's amp needs an NVIDIA GPU, and torch sees none here"
+    reason = None if has_gpu() else "Apex's amp needs an NVIDIA GPU, and torch sees none here"
     try:
         if not reason:
             importlib.import_module("apex.amp")
@@ -62,12 +62,13 @@ def _why_not(args: Options) -> str | None:
     except Exception as error:  # a module built for another torch can raise anything
         reason = f"Apex cannot be imported ({error!r:.200})"
     if reason and args.amp_impl == "apex":
-        remedy = f"{INSTALL if _has_gpu() else ''}use --amp-impl torch, which computes the same"
+        remedy = f"{INSTALL if has_gpu() else ''}use --amp-impl torch, which computes the same"
         raise UserError(f"--amp-impl apex: {reason}: {remedy}", on_every_rank=True)
     return reason
 
 
-def _has_gpu() -> bool:
+def has_gpu() -> bool:
+    """Whether Apex's amp could run here."""
     return torch.cuda.is_available()
 
 
