@@ -127,6 +127,7 @@ def own(root, layout):
 def test_ones_own_images_are_divided_and_put_back(tmp_path, layout):
     """As the error of a training says; the same on every node. --undo restores each file."""
     data, before = own(tmp_path / "my photos", layout), tree(own(tmp_path / "before", layout))
+    folders = {path for path in data.rglob("*") if path.is_dir()}
     with pytest.raises(UserError) as error:
         check_same_classes(data, "val", class_folders(data / "train"), subset=False)
     command = shlex.split(re.search("`(.*)`", str(error.value))[1])
@@ -135,6 +136,7 @@ def test_ones_own_images_are_divided_and_put_back(tmp_path, layout):
     assert "train 28 images, val 8 images, test 4 images" in said and "left out" not in said
     places = Counter(name.rsplit("/", 1)[0][-1:] for name in images(data) if name[0] == "v")
     assert places == {"a": 4, "b": 4}, "a part has its share of each class"
+    assert {path.name for path in data.iterdir() if path.is_dir()} == {"train", "val", "test"}
     kept = [data for name, data in before.items() if "/.mine" not in name]
     assert sorted(images(data).values()) == sorted(kept)
     check_same_classes(data, "val", class_folders(data / "train"), subset=False)
@@ -145,6 +147,7 @@ def test_ones_own_images_are_divided_and_put_back(tmp_path, layout):
     assert (parts.count("val"), parts.count("test")) == (12, 4)
     succeed("split", data, "--undo")
     assert tree(data) == before
+    assert {path for path in data.rglob("*") if path.is_dir()} == folders
     assert "was not split" in fail("split", data, "--undo")
 
 
