@@ -399,6 +399,7 @@ def test_simulated_nodes_are_nodes_in_the_log_book(tmp_path, monkeypatch):
     study_page.write(args, runs, "command")
     page = (tmp_path / "book/s.md").read_text()
     assert "| nodes | 1 | 2 |" in page and "at an equal batch per process" in page
+    assert "## Scaling" in page
     assert "time to top-1 of 50 %" in page
     # Who gets the log book alone has the curves, too.
     named = re.search(r"`(python scripts/compare_runs\.py .*?)`", page)
@@ -481,6 +482,7 @@ def test_a_study_is_killed_stopped_and_continued(folder, tmp_path):
     for text in (
         "2 of 2 runs finished",
         "**Simulated: the nodes are processes",
+        "## Results",
         "|  | lr 0.05 | lr 0.02 |",
         "| Global Batch Size | 5 | 5 |",
         "--env KEY --vary",
