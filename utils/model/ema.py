@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from utils.model import kernels
-from utils.start.world import local, reshard, shard_like
+from utils.start.world import local, shard_like
 
 
 class Average:
@@ -29,7 +29,7 @@ class Average:
 
     def __init__(self, model: nn.Module, decay: float, masters: Mapping[str, Tensor] | None = None):
         """``masters``: the float32 originals of the model's float16 weights, by name."""
-        self.model, self.decay = model, decay
+        self.decay = decay
         # Keep the variables themselves: FSDP may move a shard's memory.
         state = model.state_dict(keep_vars=True)
         self.live = {name: x for name, x in state.items() if x.is_floating_point()}
@@ -52,7 +52,8 @@ class Average:
     def in_model(self) -> Iterator[None]:
         """Context in which the model has the averages in place of its weights.
 
-        The weights are copied meanwhile, which takes as much memory again.
+        The weights are copied meanwhile, which takes as much memory again. FSDP must not hold
+        gathered weights then: `utils.epoch.evaluate_weights` frees them at its end.
         """
         own = [local(tensor).detach().clone() for tensor in self.live.values()]
         self._put([*map(local, self.averages.values())])
@@ -64,7 +65,6 @@ class Average:
     @torch.no_grad()
     def _put(self, values: list[Tensor]) -> None:
         kernels.copy_all([*map(local, self.live.values())], values)
-        reshard(self.model)  # FSDP may still hold gathered weights from before
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averages and the number of averaged steps, for a snapshot."""
