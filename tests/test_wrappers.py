@@ -120,6 +120,7 @@ def test_arguments_reach_the_training(tmp_path):
     """On one node, without the variables of a job on several, and on several, each with its log. Of
     a repeated option the last counts; a recipe decides about the end."""
     text = SIMULATED.replace("*imagenet_*)", "*imagenet_*|*preflight\\ [0-9]*)")
+    text = text.replace("\n*)", "\n*choose_torch.py\\ check*) echo 1 16 7 ;;\n*)")  # seven cores
     (tmp_path / "python").write_text(text)
     (tmp_path / "python").chmod(0o755)
     env = {"PYTHON": f"{tmp_path}/python", "NPROC": "2", "MASTER_ADDR": HERE, "WORLD_SIZE": "2"}
@@ -150,9 +151,9 @@ def test_arguments_reach_the_training(tmp_path):
         if number:
             assert last.startswith(f"{ROOT}/scripts/torchrun.py {place}")
             assert f"--nproc_per_node=2 {ROOT}/{line}" in last
-            threads = max(1, len(os.sched_getaffinity(0)) // 2)
             assert f"\n+ {'TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 ' * (number == 3)}" in done.out
-            assert f"OMP_NUM_THREADS={threads} OMP_WAIT_POLICY=passive " in done.out
+            assert "OMP_NUM_THREADS=3 OMP_WAIT_POLICY=passive " in done.out
+            assert ("torchrun waits for 1 nodes at " in done.out) == (number == 3)
 
 
 @pytest.mark.parametrize("processes", ["0", "two", "99999", "9" * 30])
