@@ -104,3 +104,28 @@ def test_a_stop_before_the_first_step_is_one_line(folder, tmp_path, way, signum,
     assert result.code == 75, result
     (line,) = result.err.strip().splitlines()
     assert line.endswith(": stopped before training began; nothing to save"), line
+
+
+# A training process in a long step: it notes the request to end, and goes on.
+BUSY = """
+import signal, time
+signal.signal(signal.SIGTERM, lambda *_: print("asked", flush=True))
+print("up", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_second_interrupt_of_torchrun_does_not_wait_for_the_step(tmp_path):
+    (tmp_path / "train.py").write_text(BUSY)
+    with Running(*OURS, "--nproc_per_node=2", tmp_path / "train.py") as run:
+        for _ in range(2):
+            run.until("up")
+        run.meet_family()
+        run.send(signal.SIGINT, group=True)
+        for _ in range(2):
+            run.until("asked")
+        assert all(one.lives() for one in run.family)
+        run.send(signal.SIGINT, group=True)
+        result = run.result()
+        assert eventually(lambda: not any(one.lives() for one in run.family))
+    assert (result.code, "Traceback" in result.err) == (130, False), result.err

@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -233,22 +232,6 @@ def test_a_training_by_torchrun_or_a_rank_of_it_is_killed(folder, tmp_path, end,
     assert result.code == code, result.err
     if end == "rank":
         assert result.err.splitlines()[-1] == "error: a training process was killed by SIGKILL"
-
-
-@pytest.mark.long
-def test_a_second_interrupt_does_not_wait_for_the_step(folder, tmp_path):
-    options = ("--epochs", "10000", "--output-dir", tmp_path, folder)
-    with training("one_node_train.sh 1 run 5", *options, NPROC="2", STEP_SECONDS="600") as run:
-        for _ in range(2):
-            run.until("a long step begins")
-        family = run.meet_family()
-        run.send(signal.SIGINT, group=True)
-        time.sleep(1)
-        assert run.process.poll() is None
-        run.send(signal.SIGINT, group=True)
-        result = run.result()
-        assert eventually(lambda: not any(one.lives() for one in family)), family
-    assert (result.code, "Traceback" in result.err) == (130, False)
 
 
 def test_hosts_whose_own_names_do_not_resolve_can_train(folder, tmp_path):
