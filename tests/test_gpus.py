@@ -4,6 +4,7 @@ nvidia-smi, pip and torch are stand-ins."""
 
 import importlib
 import json
+import shlex
 import sys
 
 import check_requirements
@@ -236,11 +237,14 @@ class SetUp:
         text = PYTHON.replace("LOG", str(self.log)).replace("REAL", sys.executable)
         program(bin_folder / "python3", text)
 
-    def run(self, *files, **env):
-        """use_environment; its exit code and all that it prints."""
+    def run(self, *files, typed=None, **env):
+        """use_environment; its exit code and all that it prints. ``typed``: on a terminal."""
         env = {"PATH": f"{self.bin}:/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": "0"} | env
         line = f"set -eu; source scripts/environment.sh; use_environment {' '.join(files)}"
-        (done,) = shell(f"cd {self.root}; {line}; echo using $PYTHON", **env)
+        line = f"cd {self.root}; {line}; echo using $PYTHON"
+        if typed is not None:
+            line = f"printf '{typed}' | script -qec {shlex.quote(line)} /dev/null"
+        (done,) = shell(line, **env)
         return done.code, done.out + done.err
 
     def installed(self):
@@ -273,6 +277,15 @@ def test_the_set_up_installs_a_torch_for_the_driver_once(set_up):
         assert ("about 5.5 GB" in out) == ("Collecting torch" in out) == bool(installed)
         noted = "Tesla T4 (driver 550.54); newer versions of torch need driver 580" in out
         assert noted == (installed == [nvidia.CUDA12])
+
+
+@pytest.mark.parametrize(("typed", "code", "words"), [("\\n", 0, "using"), ("", 2, "nothing was")])
+def test_on_a_terminal_enter_begins_the_installation(set_up, typed, code, words):
+    simulate(set_up.bin, "580", T4)
+    done, out = set_up.run(typed=typed, SHELL="/bin/bash", VIRTUAL_ENV="")
+    assert "Press Enter to install, or Ctrl-C to stop: " in out
+    assert (done, words in out.splitlines()[-1]) == (code, True), out
+    assert set_up.installed() == [nvidia.NEWEST][: code == 0]
 
 
 def test_the_set_up_says_what_it_lacks(set_up):

@@ -9,7 +9,7 @@ import sys
 import urllib.request
 from pathlib import Path
 
-from conftest import shell
+from conftest import ROOT, shell
 from event_files import epochs_of, write
 from running import Running, eventually, free_port
 
@@ -17,6 +17,7 @@ from running import Running, eventually, free_port
 SSH = """#!/bin/bash
 while [[ $1 == -* ]]; do [[ $1 == -[ol] ]] && shift; shift; done
 host=${1#*@} PATH=%s/${1#*@}; shift
+echo "$host $*" >>%s/log
 [[ -d $PATH ]] || { echo "ssh: connect to host $host: timed out" >&2; exit 255; }
 exec bash -c "$*"
 """
@@ -40,7 +41,7 @@ def test_runs_of_other_hosts(tmp_path):
         (bin_here / host).mkdir(parents=True)
         for tool in filter(shutil.which, tools.split()):
             (bin_here / host / tool).symlink_to(shutil.which(tool))
-    (bin_here / "ssh").write_text(SSH % bin_here)
+    (bin_here / "ssh").write_text(SSH % (bin_here, bin_here))
     (bin_here / "ssh").chmod(0o755)
     theirs, port = tmp_path / "theirs", free_port()
     write(theirs / "far" / "one", epochs_of(100, 64))
@@ -65,6 +66,7 @@ def test_runs_of_other_hosts(tmp_path):
         started.send(signal.SIGTERM)
         started.process.wait()
         assert "no event files from me@away this time" in started.result().err
+        assert f"away cd {ROOT}/runs && " in (bin_here / "log").read_text(), "the same path there"
         assert eventually(lambda: not any(member.lives() for member in started.family))
 
 

@@ -29,6 +29,14 @@ def test_help_says_how_to_use_it(name, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_every_command_begins_without_the_callers_functions_and_keeps_its_words():
+    """As the tests below show of some: all of them by the same line."""
+    begins = re.compile(r'\n\[\[ \$- == \*p\* \]\] \|\| exec "\$BASH" -p "\$0" "\$@" #.*\nset ')
+    for path in [*(SCRIPTS / name for name in WRAPPERS), *SCRIPTS.glob("studies/*.sh")]:
+        code = re.split(r"\n(?!#)", path.read_text(), maxsplit=1)
+        assert begins.match(f"\n{code[1]}"), path
+
+
 def run_wrapper(command: str, folder: Path, **env: str) -> Result:
     """Run a wrapper in ``folder``."""
     (done,) = shell(f"cd {folder} && exec bash {SCRIPTS}/{command}", **env)
@@ -124,7 +132,7 @@ def test_arguments_reach_the_training(tmp_path):
     (tmp_path / "python").chmod(0o755)
     env = {"PYTHON": f"{tmp_path}/python", "NPROC": "2", "MASTER_ADDR": HERE, "WORLD_SIZE": "2"}
     env |= {"ARCH": "vgg19", "DATA": "/d", "OMP_NUM_THREADS": "", "OMP_WAIT_POLICY": ""}
-    end = f"mine 8 -- -p 3 --output-dir a --output-dir={tmp_path}"
+    end = f"mine 8 -- -p 3 --tag 'two  words' --output-dir a --output-dir={tmp_path}"
     results = shell(
         f"SCRIPT=imagenet_nd.py bash {SCRIPTS}/one_node_train.sh 1 {end}/0",
         f"bash {SCRIPTS}/one_node_train.sh 1 {end}/1 --recipe tiny",
@@ -141,12 +149,13 @@ def test_arguments_reach_the_training(tmp_path):
         assert (done.code, done.err) == (0, "")
         lasting = "" if number == 1 else " --epochs 100000 --lr-schedule constant"
         line = f"imagenet_{'ddp' if number else 'nd'}.py -b 8 --train-time 1 --name mine"
-        line += f" --resume auto{lasting} -a vgg19 -p 3 --output-dir a"
+        line += f" --resume auto{lasting} -a vgg19 -p 3 --tag two words --output-dir a"
         line += f" --output-dir={tmp_path}/{number}{' --recipe tiny' * (number == 1)} /d"
+        assert "--tag two  words" in done.out.splitlines()[-1]
         last = " ".join(done.out.splitlines()[-1].split())
         assert f"{ROOT}/{line} at{f' {HERE}' * (number > 1)} for launcher:mine" in last
         (file,) = (tmp_path / f"{number}/mine").glob("*.log")
-        assert file.match(f"{logs[number]}.log") and line in file.read_text()
+        assert file.match(f"{logs[number]}.log") and line in re.sub(" +", " ", file.read_text())
         if number:
             assert last.startswith(f"{ROOT}/scripts/torchrun.py {place}")
             assert f"--nproc_per_node=2 {ROOT}/{line}" in last
