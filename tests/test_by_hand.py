@@ -135,6 +135,21 @@ def join(patch, visible: int, calls: mock.Mock, sync_bn: bool) -> world.World:
         return joined
 
 
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_a_gpu_may_choose_its_kernels_by_speed(monkeypatch, kind):
+    """And compute float32 in TF32."""
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    precision = torch.get_float32_matmul_precision()
+    try:
+        world.choose_kernels(torch.device(kind))
+        chosen = torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32
+        chosen += (torch.get_float32_matmul_precision() == "high",)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    assert chosen == (kind == "cuda",) * 3
+
+
 @pytest.mark.parametrize(("nodes", "visible"), [(1, 0), (1, 2), (2, 0), (2, 2)])
 def test_a_process_joins_by_its_own_device_threads_interface_and_limit(clean, nodes, visible):
     """Under every launcher."""

@@ -251,6 +251,12 @@ BEYOND = "more than the noise of 50000 images, but another seed may change it as
              "First to reach 31 % top-1: e, in 40 s.",
              f"Best top-1: 31.00 % to 35.00 %, {BEYOND}"],
         ),
+        (
+            {name: (100 * i, (20, 30 + i), GOOD) for i, name in enumerate("abcde", 1)}, 33,
+            ["The fastest run, e, trained 5.00 times as many images per second as a.",
+             "c, d and e reached 33 % top-1: after 1.11 min (c), 50 s (d) and 40 s (e).",
+             f"Best top-1: 31.00 % to 35.00 %, {BEYOND}"],
+        ),
         (  # a sweep, whose speeds differ by chance
             {"a": (1600, (60, 75.7), GOOD), "b": (1700, (60, 70.7), GOOD)}, 80,
             ["b trained 1.06 times as many images per second as a.",
@@ -273,8 +279,8 @@ BEYOND = "more than the noise of 50000 images, but another seed may change it as
              "Beware: these are CPU speeds, which say nothing about GPUs."],
         ),
     ],
-    ids=["one", "within noise", "beyond noise", "little to say", "many", "sweep", "chance",
-         "impossible"],
+    ids=["one", "within noise", "beyond noise", "little to say", "many", "three", "sweep",
+         "chance", "impossible"],
 )  # fmt: skip
 def test_the_sentences(tmp_path, runs, target, expected):
     base = next(iter(runs.values()))[0]
@@ -309,6 +315,7 @@ def test_runs_without_a_finished_epoch_compare_by_their_steps(tmp_path):
     cells, notes, comparison = table(tmp_path)
     assert cells["images_per_s"] == ["100", "190"] and cells["step_loss"] == ["5.0000", "5.0000"]
     assert cells["scaling_efficiency"] == ["100 %", "95 %"]
+    assert comparison.as_text(20).split()[:3] == ["run", "GPUs", "images/s"]
     assert comparison.sentences == [
         "a (0.40 epochs) and b (0.20 epochs) have not finished an epoch: speed and loss are those "
         "of their steps so far.",
@@ -344,7 +351,8 @@ def test_many_runs_are_rows_in_the_width_of_the_terminal(tmp_path):
         write(tmp_path / f"run{i}", epochs_of(100 + i, 64), options=options, success=success)
     cells, _, comparison = table(tmp_path)
     assert cells["state"][:3] == ["not finished", "finished", "stopped"]
-    assert comparison.as_text(300).startswith("run ")
+    head = re.split("  +", comparison.as_text(300).splitlines()[0])
+    assert head[:6] == ["run", "batch", "mode", "images/s", "top-1 at 4", "to 75 %"]
     text = comparison.as_text(80)
     rows = text.splitlines()[:13]
     assert rows[0].split()[:4] == ["run", "batch", "mode", "images/s"], "what differs is first"

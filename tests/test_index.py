@@ -116,10 +116,16 @@ def test_select_classes(tmp_path):
     assert classes.select("4", FOLDERS) == FOLDERS
     assert classes.select(" dog , bee,", FOLDERS) == ["bee", "dog"]
     assert classes.select(str(names), FOLDERS) == ["ant", "dog"]
-    for wrong in ("0", "5", "ant,cow", ",", str(binary)):
-        with pytest.raises(UserError, match=r"--classes .*(are 4|not a class folder)") as error:
+    for wrong, words in (
+        ("0", "0: there are 4 classes"),
+        ("5", "5: there are 4 classes"),
+        ("ant,cow,emu", "names 'cow', 'emu', which is not a class folder"),
+        (",", "names nothing, which is not a class folder"),
+        (str(binary), "names '\\ufffd\\ufffd', which is not a class folder"),
+    ):
+        with pytest.raises(UserError) as error:
             classes.select(wrong, FOLDERS)
-        assert str(error.value).isprintable()
+        assert str(error.value) == f"--classes {words}" and str(error.value).isprintable()
 
 
 # ---- the cache

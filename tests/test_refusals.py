@@ -408,8 +408,14 @@ def test_a_file_in_a_store(tmp_path, capsys):
 
 
 def test_packages_temporary_files_and_processes(tmp_path, capsys, monkeypatch):
+    how = "`bash scripts/quickstart.sh` makes an environment with all packages"
+    if (ROOT / ".venv").exists():
+        how = f"`source {ROOT}/.venv/bin/activate` first"
     for error, words in (
-        (ModuleNotFoundError("No module named 'PIL'", name="PIL"), "pillow is not installed for"),
+        (
+            ModuleNotFoundError("No module named 'PIL'", name="PIL"),
+            f"pillow is not installed for {sys.executable}: {how}, or `pip install -r",
+        ),
         (
             FileNotFoundError(2, "No usable temporary directory found in ['/tmp']"),
             "no folder for temporary files, such as /tmp, can be written to",
