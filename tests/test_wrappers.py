@@ -50,6 +50,8 @@ def run_wrapper(command: str, folder: Path, **env: str) -> Result:
         ("one_node_train.sh soon mine 5", "soon"),
         ("one_node_train.sh 1 mine 5 --epochs 1", "--epochs"),
         ("one_node_train.sh 1 ../../out 5", "../../out"),
+        ("one_node_train.sh 1 mine five", "BATCH_SIZE is five: it must be a whole number"),
+        ("one_node_train.sh 1 mine 0", "BATCH_SIZE is 0"),
         ("one_node_train.sh 3.0 0 4 multi_node 32", "multi_node_train.sh 3.0 0 4 multi_node 32"),
         ("multi_node_train.sh 1 2 2 mine 5", "2"),
         ("multi_node_train.sh 1 0 2 mine 5", "MASTER_ADDR"),
@@ -132,13 +134,13 @@ def test_arguments_reach_the_training(tmp_path):
     (tmp_path / "python").chmod(0o755)
     env = {"PYTHON": f"{tmp_path}/python", "NPROC": "2", "MASTER_ADDR": HERE, "WORLD_SIZE": "2"}
     env |= {"ARCH": "vgg19", "DATA": "/d", "OMP_NUM_THREADS": "", "OMP_WAIT_POLICY": ""}
-    end = f"mine 8 -- -p 3 --tag 'two  words' --output-dir a --output-dir={tmp_path}"
+    end = f"mine 8 -- -p 3 --tag 'two  words' --output-dir a '--output-dir={tmp_path}/my runs"
     results = shell(
-        f"SCRIPT=imagenet_nd.py bash {SCRIPTS}/one_node_train.sh 1 {end}/0",
-        f"bash {SCRIPTS}/one_node_train.sh 1 {end}/1 --recipe tiny",
-        f"bash {SCRIPTS}/multi_node_train.sh 1 1 2 {end}/2",
-        f"MASTER_PORT={PORT} bash {SCRIPTS}/elastic_train.sh 1 1:2 {end}/3",
-        f"MASTER_PORT=7 bash {SCRIPTS}/multi_node_train.sh 1 0 2 {end}/4",
+        f"SCRIPT=imagenet_nd.py bash {SCRIPTS}/one_node_train.sh 1 {end}/0'",
+        f"bash {SCRIPTS}/one_node_train.sh 1 {end}/1' --recipe tiny",
+        f"bash {SCRIPTS}/multi_node_train.sh 1 1 2 {end}/2'",
+        f"MASTER_PORT={PORT} bash {SCRIPTS}/elastic_train.sh 1 1:2 {end}/3'",
+        f"MASTER_PORT=7 bash {SCRIPTS}/multi_node_train.sh 1 0 2 {end}/4'",
         **env,
     )
     one = "--nnodes=1 --node_rank=0 --master_addr=127.0.0.1 --master_port="
@@ -150,11 +152,11 @@ def test_arguments_reach_the_training(tmp_path):
         lasting = "" if number == 1 else " --epochs 100000 --lr-schedule constant"
         line = f"imagenet_{'ddp' if number else 'nd'}.py -b 8 --train-time 1 --name mine"
         line += f" --resume auto{lasting} -a vgg19 -p 3 --tag two words --output-dir a"
-        line += f" --output-dir={tmp_path}/{number}{' --recipe tiny' * (number == 1)} /d"
+        line += f" --output-dir={tmp_path}/my runs/{number}{' --recipe tiny' * (number == 1)} /d"
         assert "--tag two  words" in done.out.splitlines()[-1]
         last = " ".join(done.out.splitlines()[-1].split())
         assert f"{ROOT}/{line} at{f' {HERE}' * (number > 1)} for launcher:mine" in last
-        (file,) = (tmp_path / f"{number}/mine").glob("*.log")
+        (file,) = (tmp_path / f"my runs/{number}/mine").glob("*.log")
         assert file.match(f"{logs[number]}.log") and line in re.sub(" +", " ", file.read_text())
         if number:
             assert last.startswith(f"{ROOT}/scripts/torchrun.py {place}")
