@@ -188,7 +188,7 @@ def test_two_nodes(folder, tmp_path):
         assert (result.code, "error" in result.err) == (0, False), result
     assert not [path for path in (tmp_path / "1").rglob("*") if path.is_file()]
     run = trained(tmp_path / "0", world_size=2, nodes=2, global_batch=10, comm="fp32")
-    assert run.name.endswith("gpux1_b5_cpu0_ddp")
+    assert run.name.endswith("gpux2_b5_cpu0_ddp")
     for result, steps in zip(results, (12 // 2, 0), strict=True):  # the second says so
         assert result.out.count("Epoch 1/1 step ") == steps
     (note,) = [text for text in results[0].out.splitlines() if "gloo" in text]
