@@ -171,8 +171,8 @@ def remove_leftovers(folder: Path, recursive: bool = False) -> None:
 
     ``recursive``: also in all folders below it. Raises: OSError.
     """
-    for pattern in (UNNAMED, f".*{FETCHED}"):
-        for path in folder.glob(f"**/{pattern}" if recursive else pattern):
+    for path in folder.glob("**/.*.tmp" if recursive else ".*.tmp"):
+        if path.match(UNNAMED) or path.name.endswith(FETCHED):  # others may be the user's
             path.unlink(missing_ok=True)
 
 
