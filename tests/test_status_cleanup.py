@@ -239,9 +239,10 @@ def test_on_hosts_of_a_file_and_asked_on_a_terminal(nodes, tmp_path):
         assert "[node1] killing " in done
         assert "ssh to node7 failed" in done
         assert not commands(nodes[1])
-        for answer, said in (("", "nothing was ended"), ("y", "killing")):
+        left = "nothing was ended"
+        for answer, said in (("", left), (r"\n", left), (r"y\n", "killing")):  # "": Ctrl-D
             assert commands(nodes[0])
-            done = nodes[0].run(f"echo {answer} | script -qec '{asked}' /dev/null")
+            done = nodes[0].run(f"printf '{answer}' | script -qec '{asked}' /dev/null")
             assert done.code == 0, done.out
             assert "End these runs? [y/N]" in done.out
             assert said in done.out

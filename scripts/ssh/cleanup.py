@@ -182,7 +182,9 @@ def main():
         print(listed.getvalue(), end="")
         if "would end" not in listed.getvalue():
             return code
-        if input("End these runs? [y/N] ").strip().lower() not in ("y", "yes"):
+        print("End these runs? [y/N] ", end="", flush=True)
+        # Not input(): Ctrl-D would be a traceback.
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             print("nothing was ended")
             return 0
     return act(options.dry_run)
