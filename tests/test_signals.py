@@ -106,6 +106,14 @@ def test_a_stop_before_the_first_step_is_one_line(folder, tmp_path, way, signum,
     assert line.endswith(": stopped before training began; nothing to save"), line
 
 
+def test_a_tool_that_is_stopped_while_it_loads_torch_prints_no_traceback(tmp_path):
+    with Running("scripts/model_results.py", tmp_path) as tool:
+        tool.until("starting model_results.py: loading PyTorch")
+        tool.send(signal.SIGINT)
+        result = tool.result()
+    assert (result.code, result.err) == (130, "")
+
+
 # A training process in a long step: it notes the request to end, and goes on.
 BUSY = """
 import signal, time

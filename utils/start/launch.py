@@ -208,14 +208,16 @@ def prepare(training: str = "") -> None:
     """Set up this process: call it before any import that takes long, such as torch's.
 
     The process then ends with its launcher, which may be killed meanwhile; may open as many files
-    as the hard limit allows; and reports a failed import (torch, say) in one line. ``training``:
-    the ``__name__`` of a script that trains. If it is started, and not only imported, a signal ends
-    it with one line until training handles signals.
+    as the hard limit allows; reports a failed import (torch, say) in one line; and ends without a
+    traceback after Ctrl-C. ``training``: the ``__name__`` of a script that trains. If it is
+    started, and not only imported, a signal ends it with one line until training handles signals.
     """
 
     def report(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if isinstance(error, signals.Stopped):
             exit_now(signals.say(error.signum))
+        if isinstance(error, KeyboardInterrupt):  # while a script that does not train imports torch
+            sys.exit(128 + signal.SIGINT)
         known = error if isinstance(error, UserError) else known_errors.explain(error)
         if known is None:
             sys.__excepthook__(kind, error, trace)
