@@ -18,7 +18,7 @@ sys.path.append(str(ROOT / "scripts/ssh"))
 import guard
 import hosts
 
-INTERRUPTED, LOST_PEER = 75, 69
+BAD_INPUT, LOST_PEER, INTERRUPTED = 2, 69, 75
 # In place of an ssh, a guard; none while there is a file NAME_away. Waiting times are short. The
 # clock of a node with a file NAME_late is a minute behind.
 JOB = """
@@ -64,6 +64,8 @@ hosts.exit_with(Local(options, ["script.py"], machines, "").run)
 SCRIPT = """
 import os, signal, subprocess, sys, time
 def end(*_):
+    if os.path.exists("bad_input"):  # the process has found it, and was about to end
+        sys.exit(2)
     time.sleep(1.5)  # as a snapshot takes a while: longer than LOST_SECONDS
     open("snapshot", "w").close()
     sys.exit(75)
@@ -142,6 +144,16 @@ def test_the_exit_code_of_a_job(start, tmp_path, codes, code, said):
     assert own_code == code
     assert said in messages
     assert (tmp_path / "snapshot").exists() == (INTERRUPTED in codes), "there is time for it"
+
+
+def test_bad_input_is_the_cause_though_a_node_that_lost_its_peer_ends_first(start, tmp_path):
+    (tmp_path / "bad_input").touch()
+    with start("a b") as run:
+        run.until(r"^\[b\] rank 1 of 2")
+        run.meet_family()
+        (tmp_path / "a").write_text(str(LOST_PEER))
+        code, messages = ended(run)
+    assert (code, "a ended with exit code 69" in messages) == (BAD_INPUT, True)
 
 
 WAYS = ["launcher SIGSTOP", "launcher SIGKILL", "launcher SIGINT", "launcher SIGHUP"]
