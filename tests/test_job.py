@@ -17,6 +17,7 @@ from running import Process, Running, descendants, eventually
 sys.path.append(str(ROOT / "scripts/ssh"))
 import guard
 import hosts
+from job import interrupted_code
 
 BAD_INPUT, LOST_PEER, INTERRUPTED = 2, 69, 75
 # In place of an ssh, a guard; none while there is a file NAME_away. Waiting times are short. The
@@ -154,6 +155,14 @@ def test_bad_input_is_the_cause_though_a_node_that_lost_its_peer_ends_first(star
         (tmp_path / "a").write_text(str(LOST_PEER))
         code, messages = ended(run)
     assert (code, "a ended with exit code 69" in messages) == (BAD_INPUT, True)
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"),  # in the order in which the nodes have ended
+    [([0, 0], 0), ([LOST_PEER, INTERRUPTED], INTERRUPTED), ([0, BAD_INPUT], BAD_INPUT)],
+)
+def test_an_interrupted_job_with_a_snapshot_says_so(codes, code):
+    assert interrupted_code(codes) == code
 
 
 WAYS = ["launcher SIGSTOP", "launcher SIGKILL", "launcher SIGINT", "launcher SIGHUP"]
