@@ -99,6 +99,8 @@ def main() -> int:
     if len(rest) > 1:
         text = f"{rest[0]} has no {BEST}: give one or two runs, then DATA"
         raise UserError(text, on_every_rank=True)
+    if own.onnx and not own.export:
+        raise UserError("--onnx is a part of --export DIR: give both", on_every_rank=True)
     if own.export:
         files = export.export(best[0], own.export, own.onnx)
         print(f"{best[0].path} -> {', '.join(map(str, files))}")
@@ -113,9 +115,9 @@ def main() -> int:
         tempfile.TemporaryFile(dir=out).close()
     except OSError as error:
         raise unwritable(out, error) from None
-    data = rest[0] if rest else recorded_data(best[0])
-    evaluates = bool(rest) or data.is_dir() or not own.images
-    data = data if evaluates else out  # a folder that exists
+    data = rest[0] if rest else recorded_data(best[0], is_needed=not own.images)
+    evaluates = bool(rest) or not own.images or (data is not None and data.is_dir())
+    data = data if evaluates and data else out  # a folder that exists
     if evaluates and own.part == "val" and has_part(data / "test"):
         print("note: DATA/val has chosen the best epoch; --part test evaluates on other images")
     # The options with which imagenet_ddp.py would evaluate, and this command's own options.
@@ -132,12 +134,14 @@ def unwritable(out: Path, error: OSError) -> UserError:
     return UserError(text, on_every_rank=True)
 
 
-def recorded_data(best: Best) -> Path:
-    """Return the DATA of the training. Raises: `UserError`."""
+def recorded_data(best: Best, is_needed: bool) -> Path | None:
+    """Return the DATA of the training; None if unknown. Raises: `UserError` if it ``is_needed``."""
     file = best.path.parent / OPTIONS
     try:
         return Path(json.loads(file.read_text())["data"])
     except (OSError, ValueError, KeyError, TypeError):
+        if not is_needed:
+            return None
         text = f"{file} does not say what {best.path} was trained on: give DATA"
         raise UserError(text, on_every_rank=True) from None
 

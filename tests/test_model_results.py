@@ -188,6 +188,12 @@ def test_bad_input_is_an_error(place, tmp_path, monkeypatch):
     done = results(tmp_path / "best.pt", "--images", image, "--out", tmp_path / "page")
     assert f"{image}: " in done.out
     assert (tmp_path / "page/results_images.html").is_file()
+    (tmp_path / "options.json").unlink()  # best.pt alone was copied to another machine
+    words = ["model_results.py", str(tmp_path / "best.pt"), "--images", str(image)]
+    monkeypatch.setattr(sys, "argv", words)
+    with monkeypatch.context() as change:
+        change.setattr(model_results.launch, "run", lambda _, args: args.evaluates)
+        assert model_results.main() is False
     (tmp_path / "file").touch()
     (tmp_path / "real.json").write_text("[[1], 2]")
     for words, message in (

@@ -170,6 +170,7 @@ def saved(path: Path, **values: object) -> Path:
         ("none", "none has no best.pt: name a run directory in which an epoch has finished"),
         ("one data more", "data has no best.pt: give one or two runs, then DATA"),
         ("one other data", "one and other have different classes"),
+        ("one data --onnx", "--onnx is a part of --export DIR: give both"),
         ("one", "one/options.json does not say what one/best.pt was trained on: give DATA"),
         ("foreign.pt", "foreign.pt is no best.pt of this suite: it has no classes"),
     ],
