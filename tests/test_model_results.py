@@ -161,9 +161,10 @@ def test_which_of_two_models_is_the_better_one():
 
 
 def test_classes_and_mistakes_in_the_order_of_their_weight():
-    """Of four images of class a one is right; b and c have two each."""
+    """Of four images of class a one is right; b and c have two each. None of d could be read."""
     tops, sure = [0, 1, 1, 2, 0, 1, 2, 2], [0.6, 0.5, 0.9, 0.7, 0.8, 0.95, 1, 1]
-    result = predicted(["a", "b", "c"], list("stuvwxyz"), [0, 0, 0, 0, 1, 1, 2, 2], tops, sure)
+    names = ["a", "b", "c", "d"]
+    result = predicted(names, list("stuvwxyz"), [0, 0, 0, 0, 1, 1, 2, 2], tops, sure)
     rows = figures.by_class(result)
     assert [(row["name"], row["images"], row["accuracy"].value) for row in rows] == [
         ("a", 4, 25), ("b", 2, 50), ("c", 2, 100)
@@ -171,7 +172,7 @@ def test_classes_and_mistakes_in_the_order_of_their_weight():
     assert [(row["taken_for"], row["times"]) for row in rows] == [("b", 2), ("a", 1), ("", 0)]
     assert figures.frequent_confusions(result)[0] == ("a", "b", 2)
     names, cells = figures.confusion_matrix(result)
-    assert names == ["a", "b", "c"]
+    assert names == ["a", "b", "c", "d"]
     assert {(0, 0, 1, 0.25), (0, 1, 2, 0.5), (1, 0, 1, 0.5), (2, 2, 2, 1.0)} <= {*cells}
     assert figures.confident_mistakes(result) == [2, 4, 3, 1]
     error, curve = figures.calibration(result)

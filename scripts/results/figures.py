@@ -54,8 +54,8 @@ def summary(result: Predictions) -> dict[str, Estimate]:
 
 
 def by_class(result: Predictions) -> list[dict[str, Any]]:
-    """List the classes of the folder, worst first: number of images, accuracy, and the class that
-    is most often predicted instead."""
+    """List the classes of the folder of which an image could be read, worst first: number of
+    images, accuracy, and the class that is most often predicted instead."""
     taken_for: dict[int, tuple[str, int]] = {}
     for true, predicted, count in confusions(result):
         if true != predicted:
@@ -63,6 +63,8 @@ def by_class(result: Predictions) -> list[dict[str, Any]]:
     rows = []
     for label in result.present:
         hits = result.hits[result.targets == label, 0]
+        if not len(hits):  # none could be read; NaN has no place in an order
+            continue
         other, times = taken_for.get(label, ("", 0))
         row = {"name": result.classes[label], "images": len(hits), "accuracy": wilson(hits)}
         rows.append(row | {"taken_for": other, "times": times})
