@@ -299,8 +299,11 @@ def test_an_image_that_is_in_two_parts_and_one_whose_place_is_taken(tmp_path):
     photos = put(tmp_path / "photos", {f"{c}/{i}.jpg": b"x" for c in "ab" for i in range(5)})
     succeed("split", photos, "--val", 0.2)
     put(photos, {name.partition("/")[2]: b"new" for name in images(photos)})
+    before = tree(photos)
+    assert "both exist: remove one of them" in fail("split", photos, "--val", 0.2)
+    assert tree(photos) == before
     said = fail("split", photos, "--undo")
-    assert "cannot be moved, because" in said and "exists: remove one of them" in said
+    assert "both exist: remove one of them" in said
     assert sorted(images(photos).values()) == [b"new"] * 10 + [b"x"] * 10
 
 

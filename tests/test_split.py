@@ -66,6 +66,12 @@ def test_links_are_moved_and_lead_to_the_same_files(tmp_path):
     for words in (("--val", 0.5), ("--undo",)):
         succeed("split", data, *words)
         assert sorted(images(data).values()) == [b"%d" % i for i in range(6)]
+        if words[0] == "--val":
+            # As if killed between the two steps of moving a relative link, from here and back.
+            (data / "a/1.jpg").symlink_to("../../files/1.jpg")
+            succeed("split", data, *words)
+            assert sorted(images(data).values()) == [b"%d" % i for i in range(6)]
+            (data / "a/1.jpg").symlink_to("../../files/1.jpg")
 
 
 def test_killed_at_any_moment_no_image_is_lost(tmp_path):
@@ -163,6 +169,16 @@ def test_files_that_are_not_read_are_counted_and_the_hint_works_as_printed(tmp_p
     (hint,) = re.findall("`(python .*)`", out)
     (undone,) = shell(hint)
     assert (undone.code, tree(data)) == (0, before), undone
+
+
+def test_a_class_that_comes_later_is_divided_too(tmp_path):
+    data = put(tmp_path, {f"{c}/{i}.jpg": c.encode() for c in ("cat", "dog") for i in range(5)})
+    succeed("split", data, "--val", 0.2)
+    put(data, {f"emu/{i}.jpg": b"emu" for i in range(5)})
+    assert "train 12 images, val 3 images" in succeed("split", data, "--val", 0.2)
+    assert {path.name for path in data.iterdir() if path.is_dir()} == {"train", "val"}
+    succeed("split", data, "--undo")
+    assert sorted(tree(data)) == [f"{c}/{i}.jpg" for c in ("cat", "dog", "emu") for i in range(5)]
 
 
 def test_a_table_that_contradicts_itself(tmp_path):

@@ -83,6 +83,8 @@ def _split(data: Path, args: argparse.Namespace) -> None:
             text = f"{folder} exists, and this command did not make it"
             raise UserError(f"{text}: remove it if it is a copy, or use it as the {part} part")
     state = {key: value for key, value in state.items() if key not in PARTS or key in own}
+    if "classes" in state and not args.undo:  # also those that came after an earlier call
+        state["classes"] = sorted({*state["classes"], *layouts.classes_at_top(data, least=1)})
     to_train = {} if args.undo else _into_train(data, state)
     moves, counts = _choose(data, state, to_train)
     if not any(counts.values()) and not args.undo:
@@ -267,7 +269,8 @@ def _out_of_train(data: Path, state: dict[str, Any]) -> dict[str, str]:
 def _choose(
     data: Path, state: dict[str, Any], to_train: dict[str, str]
 ) -> tuple[dict[str, str], dict[str, int]]:
-    """Moves between the parts, and how many images each part will have. Raises: `UserError`.
+    """Moves between the parts, and how many images each part will have. Removes finished ones from
+    ``to_train``. Raises: `UserError`.
 
     A part takes the images with the smallest hashes of seed and name, at least one of each class.
     """
@@ -285,9 +288,13 @@ def _choose(
                 if other := where.setdefault(name, {}).get(image):
                     _finish_move(data / other / image, data / part / image)
                 where[name][image] = part
-    for new in to_train.values():
+    for old, new in [*to_train.items()]:
         image = new.partition("/")[2]
-        where.setdefault(image.partition("/")[0], {}).setdefault(image, "train")
+        parts = where.setdefault(image.partition("/")[0], {})
+        if other := parts.get(image):
+            _finish_move(data / old, data / other / image)
+            del to_train[old]  # done
+        parts.setdefault(image, "train")
     moves, counts = {}, dict.fromkeys(("train", *own[::-1]), 0)
     for name, images in where.items():
         ranked = sorted(images, key=rank)
@@ -324,8 +331,8 @@ def _move(old: Path, new: Path) -> None:
     try:
         new.parent.mkdir(parents=True, exist_ok=True)
         if os.path.lexists(new):
-            raise UserError(f"{old} cannot be moved, because {new} exists: remove one of them")
-        if old.is_symlink() and not os.path.isabs(os.readlink(old)):
+            _finish_move(old, new)
+        elif old.is_symlink() and not os.path.isabs(os.readlink(old)):
             # A relative link would lead elsewhere from another folder.
             temporary = new.with_name(f".{os.urandom(8).hex()}.tmp")
             temporary.symlink_to(old.resolve())
