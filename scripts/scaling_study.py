@@ -298,7 +298,8 @@ class Runner:
     def check_nodes(self, file: Path, runs: list[StudyRun]) -> None:
         """With --sync, copy the code to the hosts in ``file``. Check them. Raises: `UserError`."""
         args, run = self.args, max(runs, key=lambda run: run.nodes)
-        lines = [text for text in file.read_text().splitlines() if text.split("#")[0].split()]
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
+        lines = [text for text in lines if text.split("#")[0].split()]
         for nodes in {one.nodes for one in runs}:
             (self.book / f"hosts_{nodes}").write_text("\n".join(lines[:nodes]) + "\n")
         for host in args.machines[: run.nodes] if args.sync else ():

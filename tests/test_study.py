@@ -216,7 +216,7 @@ def test_a_run_that_fails_gets_a_second_attempt_and_is_an_error(
 def test_each_run_has_its_own_hosts_which_the_doctor_has_seen(tmp_path, monkeypatch, no_handlers):
     """A warning of the doctor (1) is no reason to stop, an error (2) is one."""
     hosts = tmp_path / "hosts"
-    hosts.write_text("# three\na\n\nb  # two\nc\n")
+    hosts.write_text("# three\na\n\nb  # two\nc\n", "utf-8-sig")  # as some editors write
     args, training = scaling_study.parse(f"{hosts} --nodes 1,2 --env CODE=7 -- {TRAINING}".split())
     runs, codes = planning.plan(args, training), [1, 2]
     runner = scaling_study.Runner(args, tmp_path)

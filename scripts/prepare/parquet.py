@@ -156,7 +156,12 @@ def _classes(
     """Return the class of each label, from ``table``, else from ImageNet's file names, else from
     ``names`` in the parquet files. Raises: `UserError`."""
     if table:
-        names = [line.strip() for line in table.read_text(encoding="utf-8").splitlines()]
+        try:
+            text = table.read_text(encoding="utf-8-sig")  # some editors add a mark
+        except (OSError, ValueError) as error:
+            advice = "give a text file in UTF-8, with a class in each line"
+            raise UserError(f"cannot read {table}: {advice}") from error
+        names = [line.strip() for line in text.splitlines()]
     else:
         classes = {label: min(synsets[label]) for label in labels if len(synsets[label]) == 1}
         if len(set(classes.values()) - {""}) == len(labels):
