@@ -142,6 +142,12 @@ def test_a_run_that_has_begun_keeps_its_options(tmp_path):
     [
         ({"finished_because": "epochs", "epochs_done": 2}, "--epochs {}", "", (2, 3)),
         ({"finished_because": "train_time", "elapsed_seconds": 7201}, "", "--hours {}", (2, 2.5)),
+        (  # then until all epochs are done
+            {"finished_because": "train_time", "elapsed_seconds": 7201},
+            "--epochs 90",
+            "{}",
+            ("--hours 2", ""),
+        ),
     ],
 )
 def test_a_finished_study_can_be_lengthened(tmp_path, summary, training, own, longer):

@@ -43,7 +43,8 @@ class StudyRun:
             summary = json.loads((self.folder / "summary.json").read_text())
             reason = summary.get("finished_because")
             if reason == "train_time":
-                return self.hours is None or summary["elapsed_seconds"] >= 3599 * self.hours
+                # Without --hours, that was the limit of an earlier study: epochs are left.
+                return self.hours is not None and summary["elapsed_seconds"] >= 3599 * self.hours
             if reason == "epochs":
                 return summary.get("epochs_done", self.epochs) >= self.epochs
             return reason in FINISHED
