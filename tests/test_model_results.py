@@ -69,7 +69,7 @@ def test_the_figures_are_those_of_the_predictions(place):
     done = results(place / "run", place / "data", "-g", 2, "-b", 4, "--images", broken, image)
     broken.unlink()
     done.fails_with("1 of 2 images cannot be read")  # but the rest is there
-    assert "broken.jpeg: cannot be read" in done.out
+    assert "broken.jpeg: cannot be read" in done.out and "\nrun: 21 images; " in done.out
     assert re.search(r"(?m)^  top-1 \(%\) +[\d.]+ \([\d.]+ to [\d.]+\)$", done.out), done.out
     page = (place / "run/results_val.html").read_text()
     assert "1 images could not be read" in page
@@ -108,14 +108,15 @@ def test_the_figures_are_those_of_the_predictions(place):
 
 
 def test_some_of_the_classes_and_two_runs(place, tmp_path):
-    """A folder of class folders; the same model twice gains and loses nothing."""
+    """A folder of class folders; the same model twice gains and loses nothing. Runs of the same
+    name are told apart by their folders."""
     subset = tmp_path / "subset"
     for name in ("class_1", "class_2"):
         shutil.copytree(place / "data/val" / name, subset / name)
-    shutil.copytree(place / "run", tmp_path / "copy")
-    done = results(place / "run", tmp_path / "copy", subset)
+    copy = shutil.copytree(place / "run", tmp_path / "copy/run")
+    done = results(place / "run", copy, subset)
     assert done.code == 0, done.err
-    first, second = (rows_of(tmp_path / f"copy/predictions_subset_{i}.csv") for i in (1, 2))
+    first, second = (rows_of(copy / f"predictions_subset_{i}.csv") for i in (1, 2))
     assert first == second
     assert len(first) == 14
     assert {row["predicted"] for row in first} <= {"class_1", "class_2"}
@@ -124,26 +125,29 @@ def test_some_of_the_classes_and_two_runs(place, tmp_path):
     for rows, is_all in ((first, False), (among_all, True)):
         likely = [float(row["probability"]) + float(row["probability2"]) for row in rows]
         assert (max(likely) < 0.999) == is_all, "the third class takes its part"
-    page = (tmp_path / "copy/results_subset_2_runs.html").read_text()
-    assert re.search(r"changed by 0\.00 .*: 0 are right only in copy, 0 only in run", page)
+    page = (copy / "results_subset_2_runs.html").read_text()
+    only = f"0 are right only in {copy}, 0 only in {place / 'run'}, "
+    assert re.search(rf"changed by 0\.00 .*: {re.escape(only)}", page)
     (subset / "unknown").mkdir()
     results(place / "run", subset).fails_with("1 of the 3 classes", "unknown")
 
 
 def test_a_run_that_was_trained_on_some_of_the_classes(place, tmp_path):
-    """--classes class_1,class_2: best.pt has their names, and DATA has one class more. An image
-    alone has the same probability (of an untrained ShuffleNet all images have nearly the same)."""
+    """--classes class_1,class_2: best.pt has their names, and DATA has one class more, in tar files
+    of which one is evaluated. An image alone has the same probability (of an untrained ShuffleNet
+    all images have nearly the same)."""
     names = ["class_1", "class_2"]
     model = get_model("resnet18", num_classes=2)
     best = torch.load(place / "run/best.pt") | {"state_dict": model.state_dict()}
     best |= {"arch": "resnet18", "model_args": {}}
     torch.save(best | {"classes": names}, tmp_path / "best.pt")
-    shutil.copytree(place / "data/val", tmp_path / "data/test")
+    for part, images in (("train", "train"), ("test", "val")):
+        shutil.make_archive(str(tmp_path / "data" / part), "tar", place / "data" / images)
     done = results(tmp_path, tmp_path / "data", "--part", "test")
     assert done.code == 0, done.err
     rows = rows_of(tmp_path / "predictions_test.csv")
     assert (len(rows), {row["true"] for row in rows}) == (14, set(names))
-    image = tmp_path / "data/test" / rows[0]["path"]
+    image = place / "data/val" / rows[0]["true"] / rows[0]["path"].rpartition("/")[2]
     (alone,) = predictions.of_files(Best(tmp_path), [image], World(torch.device("cpu")))
     assert alone["ranked"][0][1] == pytest.approx(float(rows[0]["probability"]), rel=1e-3)
 
@@ -195,6 +199,8 @@ def test_bad_input_is_an_error(place, tmp_path, monkeypatch):
     with monkeypatch.context() as change:
         change.setattr(model_results.launch, "run", lambda _, args: args.evaluates)
         assert model_results.main() is False
+        (tmp_path / "options.json").write_text(json.dumps({"data": str(place / "data")}))
+        assert model_results.main() is True, "DATA is here: images are predicted beside it"
     (tmp_path / "file").touch()
     (tmp_path / "real.json").write_text("[[1], 2]")
     for words, message in (

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from utils.data.batches import EvalBatches
 from utils.data.images import ImageBatches
 from utils.data.loaders import part_batches
-from utils.data.opening import class_folders
+from utils.data.opening import class_folders, has_part
 from utils.data.preprocessing import Preprocessing
 from utils.data.samplers import Batch
 from utils.data.sources import Source
@@ -120,8 +120,8 @@ def open_part(best: Best, args: Options, world: World) -> EvalBatches:
     `UserError` for classes that the model does not know.
     """
     data, part = Path(args.data), args.part
-    if not (data / part).is_dir():
-        if any((data / name).is_dir() for name in ("train", "val", "test")):
+    if not has_part(data / part):  # a folder, or tar files
+        if any(has_part(data / name) for name in ("train", "val", "test")):
             raise UserError(f"folder {data / part} is missing", on_every_rank=True)
         part = "."
     names = class_folders(data / part)
