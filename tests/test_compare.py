@@ -10,6 +10,7 @@ import compare_runs
 import pytest
 from compare import page, pictures
 from compare import table as tables
+from compare.comparison import origin
 from event_files import BEGAN, epochs_of, folder_name, note, table, write
 
 from utils.start.errors import UserError
@@ -113,18 +114,21 @@ OTHER = ONE | {"arch": "vgg19", "image_size": 176, "data_id": "8 images"}
 OTHER |= {"train_sizes": "128:160", "progressive": "128:160"}
 PARTS = {
     "Time/data": 0.1, "Time/compute": 0.3, "Time/communication": 0.1, "IO/wait_share": 0.25,
-    "Memory/parameters_mb": 8, "Memory/gradients_mb": 9, "Memory/optimizer_mb": 10,
-    "Memory/activations_mb": 11, "CPU/utilisation": 50,
+    "Memory/gradients_mb": 9, "Memory/optimizer_mb": 10, "Memory/activations_mb": 11,
+    "CPU/utilisation": 50,
 }  # fmt: skip
 OF_PROCESSES = {
     "before December 2026": {
         "GPU/utilisation_rank0": 90, "GPU/utilisation_rank10": 92, "GPU/memory_gb_rank0": 10,
         "GPU/memory_gb_rank10": 12, "GPU/power_w_rank0": 99, "GPU/power_w_rank10": 101,
+        "Memory/parameters_mb": 8,
     },
     "now": {
         "GPU/utilisation_min": 90, "GPU/utilisation_mean": 91, "GPU/utilisation_max": 93,
         "GPU/memory_gb_min": 10, "GPU/memory_gb_mean": 11.5, "GPU/memory_gb_max": 12,
         "GPU/power_w_min": 90, "GPU/power_w_mean": 100, "GPU/power_w_max": 101,
+        "Memory/parameters_mb_min": 6, "Memory/parameters_mb_mean": 7,
+        "Memory/parameters_mb_max": 8,
     },
 }  # fmt: skip
 
@@ -132,7 +136,8 @@ OF_PROCESSES = {
 @pytest.mark.parametrize("tags", OF_PROCESSES)
 def test_the_whole_table_and_its_notes(tmp_path, tags):
     """By default the time is that of the shortest run, and the target what every run reaches, also
-    with averaged weights. What runs cost is known if their nodes are."""
+    with averaged weights. What runs cost is known if their nodes are. --train-images is for runs
+    that have not recorded their steps."""
     one = epochs_of(1000, 64, (10, 30, 50, 70))
     for x, top1 in enumerate((5, 55, 65, 60), 1):
         one[x] |= PARTS | OF_PROCESSES[tags] | {"Top1/ema": top1, "Loss/ema": 1.8}
@@ -146,7 +151,7 @@ def test_the_whole_table_and_its_notes(tmp_path, tags):
     every_2 = {2 * x: values for x, values in epochs_of(3000, 128, (10, 61)).items()}
     write(tmp_path / "other", every_2, seconds=9000, options=OTHER)
     given = [tmp_path / name for name in ("two", "one", "other")]
-    _, notes, comparison = table(*given, "--price", 0.5)
+    _, notes, comparison = table(*given, "--price", 0.5, "--train-images", 9000)
     text = comparison.as_text().replace(f"{tmp_path}/", "")
     shown = "\n".join(["", *comparison.sentences, "", text, "", *notes])
     assert shown == TWO_RUNS_AND_ANOTHER
@@ -163,9 +168,10 @@ NOT_FINITE = {
     ("written", "options", "expected", "patterns"),
     [
         pytest.param(  # no epoch is lost to the rounding of hours
-            {"a": (epochs_of(9, 64, range(6)), 7.7), "b": (epochs_of(9, 64, (0, 0.5)), 7.7)},
-            ("--within", 6 * 7.7 / 3600, "--target-top1", 0.025, "--gpus", 1, 2),
-            {"epochs_within": "6,2", "target_epochs": "4,-", "gpus": "1,2"},
+            {"a": (epochs_of(9, 64, range(6)), 7.7), "b": (epochs_of(9, 64, (0, 0.5)), 7.7),
+             "c": (epochs_of(9, 64, (0,)), 50)},
+            ("--within", 6 * 7.7 / 3600, "--target-top1", 0.025, "--gpus", 1, 2, 4),
+            {"epochs_within": "6,2,0", "target_epochs": "4,-,-", "gpus": "1,2,4"},
             ["the batches per GPU are not recorded"], id="options",
         ),
         pytest.param(  # two groups, each with a base of its own; one run is like no other
@@ -223,7 +229,8 @@ BEYOND = "more than the noise of 50000 images, but another seed may change it as
              "It reached 75.90 % top-1 in epoch 2 (3.33 min)."],
         ),
         (  # 0.53 points at 76 %: two independent samples of 50,000
-            {"a": (1600, (60, 75.5), GOOD), "b": (1620, (60, 75.95), GOOD)}, 75.8,
+            {"a": (1600, (60, 75.5), GOOD),
+             "b": (1620, (60, 75.95), GOOD | {"val_images": 10**6})}, 75.8,
             ["a and b trained equally fast: their speeds differ no more than those of epochs.",
              "b reached 75.8 % top-1: after 3.29 min (b).",
              "Best top-1: 75.50 % (a) and 75.95 % (b), a difference within the noise of 50000 "
@@ -267,6 +274,13 @@ BEYOND = "more than the noise of 50000 images, but another seed may change it as
             ["a and b trained equally fast: their speeds differ no more than those of epochs.",
              "Best top-1: 39.00 % (a) and 39.00 % (b), no difference."],
         ),
+        (
+            {"a": (300, (20,), GOOD), "b": (100, (20, 30), GOOD)}, 90,
+            ["a and b trained equally fast: their speeds differ no more than those of epochs.",
+             "Top-1 after epoch 1, the last of the shortest run: 20.00 % (a) and 20.00 % (b), no "
+             "difference.",
+             "Beware: the runs differ in length (1 to 2 epochs)."],
+        ),
         (  # two processes on two cores
             {"a": (28, (30, 60), FEW),
              "b": (128, (30, 60), FEW | {"gpus": 2, "batch_per_gpu": 32})}, 60,
@@ -280,7 +294,7 @@ BEYOND = "more than the noise of 50000 images, but another seed may change it as
         ),
     ],
     ids=["one", "within noise", "beyond noise", "little to say", "many", "three", "sweep",
-         "chance", "impossible"],
+         "chance", "one epoch", "impossible"],
 )  # fmt: skip
 def test_the_sentences(tmp_path, runs, target, expected):
     base = next(iter(runs.values()))[0]
@@ -380,6 +394,13 @@ def test_resumed_run(tmp_path):
         write(run, {1: {"Top1/val": 10.0}, 1500: {"Step/loss": 1.0}}, BEGAN, 3600, options)
         write(run, {2: {"Top1/val": 20.0}}, BEGAN + 86400, 1800, options)
         assert table(run)[2].runs[0].hours == {1: 1.0, 2: hours}
+    # Of a run that was stopped, continued on the next day, and killed.
+    run = tmp_path / "killed"
+    for day, x, success in ((0, 1, False), (1, 2, None)):
+        write(run, {x: {"Top1/val": 10.0}}, BEGAN + 86400 * day, 100, {"gpus": 2}, success)
+    cells, _, comparison = table(run)
+    assert cells["state"] == ["not finished"]
+    assert origin(comparison.runs[0])["date"] == "2020-08-09", "of its first start"
 
 
 def test_damaged_file_is_read_up_to_the_damage(tmp_path):
@@ -401,9 +422,11 @@ def test_damaged_file_is_read_up_to_the_damage(tmp_path):
 def test_labels_and_order(tmp_path):
     for name in ("runs/run10", "runs/run9", "runs/resnet18_gpux16", "older/run9"):
         write(tmp_path / name, epochs_of(100, 64))
-    given = tmp_path / "runs", tmp_path / "older", tmp_path / "runs"
+    given = tmp_path / "runs", tmp_path / "older", tmp_path / "older/../runs"
     labels = ["16 GPUs", "runs/run9", "run10", "older/run9"]
-    assert [run.label for run in table(*given)[2].runs] == labels
+    runs = table(*given)[2].runs
+    assert [run.label for run in runs] == labels
+    assert {run.base for run in runs} == {runs[0]}, "not one whose GPUs are unknown"
     labels = ['a, "b"', "b", "c" * 30, "d"]
     comparison = table(*given, "--labels", *labels)[2]
     assert comparison.as_text().endswith(f"(4) d: {tmp_path}/older/run9")

@@ -79,6 +79,7 @@ def test_section_and_page(hal):
     rows = [" ".join(re.sub("<.*?>", " ", row).split()) for row in re.findall("<tr.*?</tr>", text)]
     assert "throughput efficiency 100 % 95 % 92 % 89 % 77 % 64 %" in rows
     assert "images/s relative to 2 GPUs, at an equal batch per GPU (weak scaling)" in text
+    assert "\n- speed-up and throughput efficiency: images/s relative to 2 GPUs, at an" in section
     for sentence in table(hal / "runs")[2].sentences:
         assert sentence in text and sentence in section.partition("```")[0]
 
@@ -145,7 +146,9 @@ def test_runs_that_cannot_be_compared_have_no_common_charts(tmp_path, capsys, mo
     out, more = tmp_path / "out", ["--out", str(tmp_path / "out"), "--prefix", "x_"]
     labels = ["--labels", "a", "b", "c of a longer name"]
     assert compare_runs.main([*(str(tmp_path / name) for name in "abc"), *more, *labels]) == 0
-    sentences = capsys.readouterr().out.partition("\n\n")[0]
+    said = capsys.readouterr().out
+    sentences = said.partition("\n\n")[0]
+    assert "\n- NOT COMPARABLE: b differs from a in model" in said
     assert 60 < max(map(len, sentences.splitlines())) <= 80, "no terminal here"
     page = (out / "x_compare.html").read_text()
     assert '<div class="lead warning"><p>b cannot be compared with a' in page
