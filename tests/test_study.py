@@ -130,6 +130,10 @@ def test_a_run_that_has_begun_keeps_its_options(tmp_path):
     first[0].file("command").write_text(shlex.join(first[0].command))
     with scaling_study.study_lock(tmp_path / "book/s", other):
         pass  # nothing was trained with the first options: the model did not fit, for example
+    first[0].file("log").write_text("Epoch 1/2 step   7/9  \n")  # on another machine
+    with pytest.raises(UserError, match="s_1node began with other options"):
+        scaling_study.study_lock(tmp_path / "book/s", other).__enter__()
+    first[0].file("log").unlink()
     (first[0].folder / "snapshot.pt").touch()
     with scaling_study.study_lock(tmp_path / "book/s", more):
         for runs, words in ((first, "already"), (other, "s_1node began with other options")):
@@ -219,6 +223,19 @@ def test_a_run_that_fails_gets_a_second_attempt_and_is_an_error(
     assert "at most 1 h of training (1 node-hours)" in capsys.readouterr().out
 
 
+def test_a_largest_batch_that_cannot_be_measured_ends_the_study(tmp_path, monkeypatch, no_handlers):
+    """What an earlier call has measured is of other options."""
+    own = f"--simulate 1 --name s -b largest -- imagenet_ddp.py --output-dir {tmp_path} tests"
+    args, training = scaling_study.parse(own.split())
+    (run,) = planning.plan(args, training)
+    run.folder.mkdir()
+    run.file("log").write_text("largest batch per GPU: 99\n")
+    monkeypatch.setattr(scaling_study.Runner, "start", lambda *_, **__: 2)
+    with pytest.raises(UserError, match="--find-batch failed, see above: give -b N"):
+        scaling_study.Runner(args, tmp_path).train(run)
+    assert run.batch is None
+
+
 def test_each_run_has_its_own_hosts_which_the_doctor_has_seen(tmp_path, monkeypatch, no_handlers):
     """A warning of the doctor (1) is no reason to stop, an error (2) is one."""
     hosts = tmp_path / "hosts"
@@ -226,7 +243,10 @@ def test_each_run_has_its_own_hosts_which_the_doctor_has_seen(tmp_path, monkeypa
     args, training = scaling_study.parse(f"{hosts} --nodes 1,2 --env CODE=7 -- {TRAINING}".split())
     runs, codes = planning.plan(args, training), [1, 2]
     runner = scaling_study.Runner(args, tmp_path)
-    assert runner.execute([["true"], ["sh", "-c", "exit $CODE"]]) == 7
+    for name in ("RANK", "WORLD_SIZE", "NODE_RANK"):  # those of a job in which the study runs
+        monkeypatch.setenv(name, "1")
+    exits = "exit ${RANK:-${WORLD_SIZE:-${NODE_RANK:-$CODE}}}"
+    assert runner.execute([["true"], ["sh", "-c", exits]]) == 7
     asked: list[list[str]] = []
     monkeypatch.setattr(runner, "execute", lambda words: asked.extend(words) or codes.pop(0))
     runner.check_nodes(hosts, runs)
@@ -367,6 +387,11 @@ def test_repeats_have_a_mean_and_a_spread():
     assert rows["Best Validation Loss"] == ["0.3895 ± 0.0141", "-"]
     assert rows["Test Loss"] == rows["Epoch Num @ 2 hr"] == ["-", "-"]
     assert rows["Global Batch Size"] == ["32", "-"]
+    # The scaling efficiency is relative to their mean.
+    repeats[1][1].epoch_seconds = 1.5 * 60 * 8.76
+    columns = {"1 Node": [*repeats], "2 Nodes": [published_run(1)]}
+    rows = {title: cells for title, *cells in study_page.rows(columns, 2.0)}
+    assert rows["Scaling Efficiency"] == ["1.04 ± 0.29", "1.01"]
 
 
 def test_what_is_varied_stands_side_by_side():
@@ -390,7 +415,9 @@ def test_what_is_varied_stands_side_by_side():
 
 
 def test_simulated_nodes_are_nodes_in_the_log_book(tmp_path, monkeypatch):
-    """A run of two processes on this machine records one node."""
+    """A run of two processes on this machine records one node. The study was killed when all runs
+    had ended, before it wrote their page."""
+    monkeypatch.setattr(scaling_study.signals, "handle", lambda *_: None)
     monkeypatch.setattr(study_page.pictures, "draw", lambda *_, **__: {})
     own = f"--simulate 2 --name s --logbook {tmp_path}/book -- imagenet_ddp.py"
     args, training = scaling_study.parse(f"{own} --output-dir {tmp_path} tests".split())
@@ -401,9 +428,14 @@ def test_simulated_nodes_are_nodes_in_the_log_book(tmp_path, monkeypatch):
         event_files.write(one.folder, event_files.epochs_of(100 * number, 128), options=facts)
         (one.folder / "options.json").write_text('{"target_top1": 50}')
         (one.folder / "summary.json").write_text('{"finished_because": "epochs"}')
-    (tmp_path / "book").mkdir()
-    study_page.write(args, runs, "command")
-    page = (tmp_path / "book/s.md").read_text()
+    # What was there before: a page of one's own, and the curves of a run that was begun anew.
+    old = event_files.write(tmp_path / "book/s/s_1node", {9: {"Loss/train": 1.0}}, began=1.0)
+    (tmp_path / "book/README.md").write_text("# Mine\n")
+    assert scaling_study.carry_out(args, runs) == 0
+    page, index = (tmp_path / f"book/{name}.md" for name in ("s", "README"))
+    page, index = page.read_text(), index.read_text()
+    assert index.startswith("# Mine\n") and "- [s](s.md)\n" in index and "[README]" not in index
+    assert not old.exists()
     assert "| nodes | 1 | 2 |" in page and "at an equal batch per process" in page
     assert "## Scaling" in page
     assert "time to top-1 of 50 %" in page
