@@ -21,9 +21,10 @@ IMAGE = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())]
 
 
 def write(path, rows, names=NAMES, group=2, label="label"):
-    """A parquet file of (bytes, path, label)."""
+    """A parquet file of (bytes, path, label); if that is called label, with another number."""
     info = {"info": {"features": {label: {"names": names, "_type": "ClassLabel"}}}}
-    schema = pyarrow.schema([("image", IMAGE), (label, pyarrow.int64())])
+    numbers = ("height", label) if label == "label" else (label,)
+    schema = pyarrow.schema([("image", IMAGE), *((name, pyarrow.int64()) for name in numbers)])
     if names:
         schema = schema.with_metadata({"huggingface": json.dumps(info)})
     data = [{"image": {"bytes": b, "path": p}, label: number} for b, p, number in rows]
@@ -78,12 +79,13 @@ def test_imagenet_in_shards_and_in_folders(hub, tmp_path):
 def test_names_from_the_metadata_or_a_table(tmp_path):
     """Images without names, or several of the same name: each is kept."""
     rows = [(b"\x89PNG1", None, 1), (b"2", "x.jpg", 0), (b"3", "x.jpg", 0), (b"4", "a/b.bmp", -1)]
+    rows += [(b"5", "c.jpg", None)]
     write(tmp_path / "in/train-00000-of-00001.parquet", rows, ["b", "a"], label="fine_label")
     rows = [(b"2", "x.jpg", 0), (b"5", "x.jpg", 1)]
     write(tmp_path / "in/test-00000-of-00001.parquet", rows, ["b", "a"], label="fine_label")
     said = succeed("parquet", tmp_path / "in", tmp_path / "out", "--folders")
     assert "numbered in the order of their names" in said
-    assert "left out: 1 images of train without a label" in said
+    assert "left out: 2 images of train without a label" in said
     assert "becomes val/" in said
     assert images(tmp_path / "out") == {
         "train/a/00000000.png": b"\x89PNG1",
@@ -147,13 +149,18 @@ def test_files_without_any_label(tmp_path, label):
 
 
 def test_images_without_names_are_numbered_through_all_files(tmp_path):
-    """Of each split."""
+    """Of each split. A group of two images is larger than a shard."""
     for number, name in enumerate(("train-0", "train-1", "train-2", "valid", "test")):
-        rows = [(b"%d" % (3 * number + i), None, i % 2) for i in range(3)]
+        rows = [(b"%-700000d" % (3 * number + i), None, i % 2) for i in range(3)]
         write(tmp_path / f"hub/{name}.parquet", [*rows, (b"x", None, -1)], ["a", "b"])
-    words = ("parquet", tmp_path / "hub", tmp_path / "out", "--folders", "--workers", 1)
+    words = ("parquet", tmp_path / "hub", tmp_path / "out", "--size", 1, "--workers", 1)
     assert "left out: 3 images of train" in succeed(*words)
-    content = {"test": set(), "train": set(), "val": set()}
-    for name, data in images(tmp_path / "out").items():
-        content[name.split("/")[0]].add(int(data))
-    assert content == {"test": {12, 13, 14}, "train": {*range(9)}, "val": {9, 10, 11}}
+    content = {"test": {}, "train": {}, "val": {}}
+    for name, data in folder_of(tmp_path / "out").items():
+        content[name.split("/")[0]][int(name[-12:-4])] = int(data)
+    assert content == {
+        "test": {0: 12, 1: 13, 2: 14},
+        "train": {i + i // 3: i for i in range(9)},
+        "val": {0: 9, 1: 10, 2: 11},
+    }
+    assert len([*tmp_path.glob("out/train/train-*-of-00006.tar")]) == 6

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
+import audit_run
 import compare_runs
 import model_results
 import pytest
@@ -258,7 +259,7 @@ def test_a_table_of_labels(tmp_path, table, words):
 
 def test_what_a_table_leaves_out_is_counted(tmp_path):
     rows = [f"{i},c{i % 2}" for i in range(8)]
-    table = "\n".join(["file,what", "", *rows, "none,c0", "8"]).encode()
+    table = "\n".join(["file,what", "", *rows, "none,c0", "8"]).replace(",", "\t").encode()
     data = put(tmp_path / "data", {f"{i}.jpg": b"%d" % i for i in range(10)} | {"l.csv": table})
     said = succeed("split", data, "--val", 0.25, "--labels", data / "l.csv")
     assert "left out: 2 lines of" in said and "left out: 2 images that" in said
@@ -337,6 +338,11 @@ def test_places_and_parts_that_cannot_be(tmp_path, capsys, parse):
         said = refused(lambda place=place: check_place(tmp_path, place), capsys)
         assert f"would be outside {tmp_path}: get the source again" in said
     assert check_place(tmp_path, "val/a/b/x..jpg") == "val/a/b/x..jpg"
+    loaders = SimpleNamespace(val="of val", test="of test")
+    assert [show_images.evaluated(loaders, part) for part in ("val", "test")] == [
+        "of val",
+        "of test",
+    ]
     loaders = SimpleNamespace(val=None, test=None)
     said = refused(lambda: show_images.evaluated(loaders, "test"), capsys)
     assert said == "DATA/test is missing, or no part that is evaluated"
@@ -375,6 +381,16 @@ def test_a_log_of_an_audit(tmp_path, capsys, log, words):
     (tmp_path / "audit.jsonl").write_bytes(log)
     said = refused(lambda: audit.read(tmp_path / "audit.jsonl"), capsys)
     assert words in said and str(tmp_path) in said
+
+
+def test_of_many_problems_the_first_are_printed_and_the_rest_counted(tmp_path, monkeypatch, capsys):
+    step = b'{"epoch": %d, "step": %d, "taken": ["00000000"]}'
+    steps = [step % (epoch, number) for epoch in range(12) for number in (0, 1)]
+    (tmp_path / "audit.jsonl").write_bytes(b"\n".join([START, *steps, b""]))
+    monkeypatch.setattr(sys, "argv", ["audit_run.py", str(tmp_path)])
+    assert audit_run.main() == 1
+    said = capsys.readouterr().out
+    assert said.count("problem: ") == 20 and "... and 4 more problems\n" in said
 
 
 def test_more_steps_than_an_epoch_has_and_a_line_that_was_being_written(tmp_path):

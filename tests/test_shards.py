@@ -68,6 +68,7 @@ def test_training_reads_the_images_of_the_folder_in_its_order(odd, shards):
 def test_a_shard_that_is_lost_is_written_again_and_a_new_image_is_refused(tmp_path):
     names = [f"{c}/{i:02d}.jpg" for c in "ab" for i in range(15)]
     put(tmp_path / "data/train", dict.fromkeys(names, b"x" * 90_000))
+    put(tmp_path / "data/val", {f"{c}/1.jpg": c.encode() for c in "ab"})
     command = ("shards", tmp_path / "data", tmp_path / "out", "--size", 1, "--workers", 2)
     succeed(*command)
     paths, before = sorted((tmp_path / "out/train").glob("*.tar")), tree(tmp_path / "out")
@@ -79,17 +80,20 @@ def test_a_shard_that_is_lost_is_written_again_and_a_new_image_is_refused(tmp_pa
     assert "done" in succeed(*command)
     assert "nothing to do" in succeed(*command)
     assert tree(tmp_path / "out") == before
-    put(tmp_path / "data/train", {"a/new.jpg": b"x"})
-    assert "choose another folder" in fail(*command)
+    for new in ("train/a/new.jpg", "val/b/new.jpg"):
+        put(tmp_path / "data", {new: b"x"})
+        assert "choose another folder" in fail(*command)
+        (tmp_path / "data" / new).unlink()
 
 
 def test_images_that_differ_in_case_of_the_suffix_are_kept_apart(tmp_path):
     sizes = {"x.jpg": 30, "x.JPG": 31, "y.png": 32, "y.jpg": 33}
     files = {name: encode(picture(40, size)) for name, size in sizes.items()}
     put(tmp_path / "data/train/a", files)
+    put(tmp_path / "data/val", {"only in val/1.jpg": b"val"})
     succeed("shards", tmp_path / "data", tmp_path / "out")
     assert folder_of(tmp_path / "out") == images(tmp_path / "data")
-    (shard,) = (tmp_path / "out").rglob("*.tar")
+    (shard,) = (tmp_path / "out/train").glob("*.tar")
     samples = list(webdataset.WebDataset(str(shard), shardshuffle=False).decode("pil"))
     assert len(samples) == 4 and {sample["cls"] for sample in samples} == {0}
     assert isinstance(samples[0]["jpg"], Image.Image)

@@ -122,7 +122,9 @@ def own(root, layout):
     if "table" in layout:
         has_columns = "train" in layout  # and their names in the first line
         more = "7," if has_columns else ""
-        rows = [f"{os.path.basename(name)[:-4]},{more}x{c}" for c, name in images]
+        # A row has the name of an image without its suffix, the whole name, or the path.
+        names = [(os.path.basename(name)[:-4], os.path.basename(name), name) for _, name in images]
+        rows = [f"{names[i][i % 3]},{more}x{c}" for i, (c, _) in enumerate(images)]
         text = "\n".join(["name,number,class", *rows] if has_columns else rows)
         text = text.replace(",", ";") if has_columns else text
         put(root, {"labels.csv": text.encode("utf-8-sig")})
