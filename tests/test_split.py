@@ -9,7 +9,7 @@ import time
 from collections import Counter
 
 import pytest
-from conftest import shell
+from conftest import ROOT, shell
 from preparing import SCRIPT, fail, images, put, succeed, tree
 from running import Running
 
@@ -193,18 +193,25 @@ def test_a_table_that_contradicts_itself(tmp_path):
 
 
 @pytest.mark.parametrize("linked", ["train", "train/a", "train/a/sub", "a"])
-def test_images_of_another_data_set_are_not_moved(tmp_path, linked):
-    """A link to a folder, of a part, a class or below it."""
+def test_images_of_another_data_set_are_not_moved(tmp_path, monkeypatch, linked):
+    """A link to a folder, of a part, a class or below it. What the error proposes works."""
     other = put(tmp_path / "other", {f"{i}.jpg": b"%d" % i for i in range(9)} | {"a/1.jpg": b"1"})
     top = "" if linked == "a" else "train/"
-    data = put(tmp_path / "data", {f"{top}{c}/x{i}.jpg": b"x" for c in "bc" for i in range(5)})
+    data = put(tmp_path / "my data", {f"{top}{c}/x{i}.jpg": b"x" for c in "bc" for i in range(5)})
     if linked == "train":
         other = (data / "train").rename(tmp_path / "train")
     (data / linked).parent.mkdir(exist_ok=True)
     (data / linked).symlink_to(other)
     before = tree(tmp_path)
     assert f"{data}/{linked} is a link" in fail("split", data, "--val", 0.2)
+    monkeypatch.chdir(data)
+    proposed = re.search("`(.*)`", fail("split", ".", "--val", 0.2))
     assert tree(tmp_path) == before
+    monkeypatch.chdir(ROOT)
+    (made,) = shell(proposed[1])
+    assert made.code == 0, made.err
+    succeed("split", f"{data}_copy", "--val", 0.1)
+    assert before.items() <= tree(tmp_path).items()
 
 
 def test_two_at_once_and_what_a_killed_one_leaves(tmp_path):

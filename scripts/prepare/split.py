@@ -226,9 +226,13 @@ def _images(data: Path, part: str) -> dict[str, list[str]]:
 
 
 def _foreign(data: Path, link: Path) -> UserError:
+    whole = Path(os.path.abspath(data))  # "." has no name
+    out = whole.with_name(f"{whole.name}_copy")
+    words = ["cp", "-rlL", str(whole), str(out)]
+    if link.is_relative_to(data / "train"):  # which works on two file systems, too
+        words = ["python", "scripts/prepare_data.py", "imagenet", str(out), "--source", str(whole)]
     text = f"{link} is a link, so its images belong to another folder: make one of hard links with"
-    out = data.with_name(f"{data.name}_copy")
-    return UserError(f"{text} `prepare_data.py imagenet {out} --source {data}`, and split that")
+    return UserError(f"{text} `{shlex.join(words)}`, and split that")
 
 
 def _into_train(data: Path, state: dict[str, Any]) -> dict[str, str]:
