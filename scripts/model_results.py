@@ -15,6 +15,7 @@ which. The model then chooses among these classes only, as is usual for ImageNet
 """
 
 import json
+import os
 import re
 import shlex
 import sys
@@ -166,9 +167,10 @@ def worker(args: ResultOptions) -> int:
 
 def write(args: ResultOptions, best: list[Best], results: list[Predictions], world: World) -> None:
     """Print the results, and write page and predictions. Raises: `UserError`, OSError."""
-    labels = [one.path.parent.name if one.path.name == BEST else one.path.name for one in best]
+    paths = [Path(os.path.abspath(one.path)) for one in best]  # "." has no name
+    labels = [path.parent.name if path.name == BEST else path.name for path in paths]
     if len(set(labels)) < len(labels):
-        labels = [str(one.path.parent) for one in best]
+        labels = [str(path.parent) for path in paths]
     labels = list(map(printable, labels))
     part = re.sub(r"[^\w.-]", "_", results[0].root.resolve().name)[:100] if results else "images"
     names = wordnet.find(best[0].classes, Path(args.data))

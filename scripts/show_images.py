@@ -189,8 +189,8 @@ def draw_class_sizes(loaders: Loaders, data: Path, file: Path) -> str:
 def main() -> int:
     args = parse(sys.argv[1:])
     picture, line, loaders = draw(args)
-    sizes = args.out.with_stem(f"{args.out.stem}_classes")
     try:
+        sizes = args.out.with_stem(f"{args.out.stem}_classes")
         picture.save(args.out)
         about_sizes = draw_class_sizes(loaders, Path(args.data), sizes)
     except ValueError:

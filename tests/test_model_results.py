@@ -66,7 +66,9 @@ def test_the_figures_are_those_of_the_predictions(place):
     broken = place / "data/val/class_2/broken.jpeg"
     broken.write_bytes(b"no image")
     image = place / "data/val/class_1/003.JPEG"
-    done = results(place / "run", place / "data", "-g", 2, "-b", 4, "--images", broken, image)
+    (place / "run/here").mkdir()
+    run = place / "run/here/.."  # as "..", which is no name for the run
+    done = results(run, place / "data", "-g", 2, "-b", 4, "--images", broken, image)
     broken.unlink()
     done.fails_with("1 of 2 images cannot be read")  # but the rest is there
     assert "broken.jpeg: cannot be read" in done.out and "\nrun: 21 images; " in done.out

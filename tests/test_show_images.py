@@ -111,6 +111,7 @@ def test_the_same_images_in_several_epochs_beside_their_originals(folder, tmp_pa
     [
         ("--epochs 0,90", "epoch 90 is not one of the 90 epochs"),
         ("--out picture.doc", "ends in .png"),
+        ("--out .", "ends in .png"),
         ("--dummy", "--dummy has no images"),
         ("--val --epochs 0,1", "leave out --val"),
     ],

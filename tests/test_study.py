@@ -21,6 +21,7 @@ from nodes import need
 from running import TINY_LINE, Running, eventually, everyone
 from studies import page as study_page
 from studies import plan as planning
+from studies import tiny
 from studies.runs import StudyRun
 from test_slurm import STAND_INS
 
@@ -562,6 +563,16 @@ def test_under_slurm_with_the_largest_batch(folder, tmp_path):
     assert [epoch for epoch, count in dumps if count > "0"] == ["1", "2"] * 2, page
     for name in ("ddp", "fsdp"):
         assert (tmp_path / f"store/s_1node_script-imagenet_{name}/best.pt").is_file()
+
+
+def test_the_log_book_of_a_try_lies_beside_that_of_the_study(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for number, given in enumerate((".", "book")):
+        own = f"--try --simulate 2 --logbook {given} imagenet_ddp.py {folder}"
+        args, training = scaling_study.parse(own.split())
+        tiny.shrink(args, training, tmp_path / f"{number}")
+        beside = (tmp_path / given).resolve()
+        assert args.logbook == beside.with_name(f"{beside.name}_try")
 
 
 def test_a_try_runs_the_whole_study_in_small(folder, tmp_path):

@@ -1,5 +1,6 @@
 """--try: the same study, so small that it takes a minute or two on this machine's CPU."""
 
+import os
 from pathlib import Path
 
 from prepare import sources
@@ -33,7 +34,8 @@ def shrink(study: Study, training: list[str], place: Path) -> list[str]:
     study.simulate, study.machines, study.hosts, study.slurm = study.nodes[-1], [], None, None
     study.seeds = study.seeds and study.seeds[:1]
     study.hours = study.store = study.global_batch = study.batch_size = None
-    study.logbook = study.logbook.with_name(f"{study.logbook.name}_try")
+    logbook = Path(os.path.abspath(study.logbook))  # "." has no name
+    study.logbook = logbook.with_name(f"{logbook.name}_try")
     own = {"--epochs": 1, "-b": BATCH, "-j": 1, "-p": 1, "--output-dir": place / "runs"}
     own["--warmup-epochs"] = min(options.warmup_epochs, 1)
     own |= {"--classes": number} if options.classes else {}
