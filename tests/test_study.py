@@ -232,9 +232,15 @@ def test_a_largest_batch_that_cannot_be_measured_ends_the_study(tmp_path, monkey
     run.folder.mkdir()
     run.file("log").write_text("largest batch per GPU: 99\n")
     monkeypatch.setattr(scaling_study.Runner, "start", lambda *_, **__: 2)
+    runner, begun = scaling_study.Runner(args, tmp_path), []
     with pytest.raises(UserError, match="--find-batch failed, see above: give -b N"):
-        scaling_study.Runner(args, tmp_path).train(run)
+        runner.train(run)
     assert run.batch is None
+    # A training that is killed has left its command, which must not change.
+    run.file("batch").write_text("8")
+    monkeypatch.setattr(runner, "start", lambda run: begun.append(run.file("command").read_text()))
+    runner.train(run)
+    assert begun == [shlex.join(run.command)]
 
 
 def test_each_run_has_its_own_hosts_which_the_doctor_has_seen(tmp_path, monkeypatch, no_handlers):
@@ -257,6 +263,27 @@ def test_each_run_has_its_own_hosts_which_the_doctor_has_seen(tmp_path, monkeypa
     assert (tmp_path / "hosts_2").read_text() == "a\nb  # two\n"
     with pytest.raises(UserError, match="the nodes are not ready"):
         runner.check_nodes(hosts, runs)
+
+
+def test_a_study_may_be_started_in_another_folder(tmp_path, monkeypatch, no_handlers):
+    """Its scripts are found, and a run where the job has it: in the repository's root."""
+    monkeypatch.chdir(tmp_path)
+    hosts = tmp_path / "hosts"
+    hosts.write_text("a\n")
+    args, training = scaling_study.parse(["hosts", "--name", "s", "--", *TRAINING.split()])
+    runs, asked = planning.plan(args, training), []
+    runner = scaling_study.Runner(args, tmp_path)
+    monkeypatch.setattr(runner, "execute", lambda words: asked.extend(words) or 0)
+    runner.check_nodes(hosts, runs)
+    for words in (*asked, scaling_study.launch_command(runs[0], args, tmp_path)):
+        assert Path(words[1]).is_file(), words
+    args, training = scaling_study.parse(f"--slurm --nodes 1 --name s -- {TRAINING}".split())
+    (run,) = planning.plan(args, training)
+    assert run.folder == ROOT / "runs/s_1node"
+    words = scaling_study.launch_command(run, args, tmp_path)
+    assert f"--output={run.folder}/study.log" in words and "scripts/train.sbatch" in words
+    runner = scaling_study.Runner(args, tmp_path)
+    assert runner.execute([["test", "-f", "scripts/train.sbatch"]]) == 0
 
 
 # In place of Python: it prints the words that it gets after the name of the script, one a line.
@@ -420,7 +447,7 @@ def test_simulated_nodes_are_nodes_in_the_log_book(tmp_path, monkeypatch):
     had ended, before it wrote their page."""
     monkeypatch.setattr(scaling_study.signals, "handle", lambda *_: None)
     monkeypatch.setattr(study_page.pictures, "draw", lambda *_, **__: {})
-    own = f"--simulate 2 --name s --logbook {tmp_path}/book -- imagenet_ddp.py"
+    own = f"--simulate 2 --hours 1 --name s --logbook {tmp_path}/book -- imagenet_ddp.py"
     args, training = scaling_study.parse(f"{own} --output-dir {tmp_path} tests".split())
     runs = planning.plan(args, training)
     for number, one in enumerate(runs, 1):
@@ -439,7 +466,7 @@ def test_simulated_nodes_are_nodes_in_the_log_book(tmp_path, monkeypatch):
     assert not old.exists()
     assert "| nodes | 1 | 2 |" in page and "at an equal batch per process" in page
     assert "## Scaling" in page
-    assert "time to top-1 of 50 %" in page
+    assert "time to top-1 of 50 %" in page and "| epochs in 1 h | 4 | 4 |" in page
     # Who gets the log book alone has the curves, too.
     named = re.search(r"`(python scripts/compare_runs\.py .*?)`", page)
     assert named
@@ -590,6 +617,8 @@ def test_a_try_runs_the_whole_study_in_small(folder, tmp_path):
     assert done.code == 0, done.out + done.err
     assert done.out.startswith("a try: the same study on this CPU")
     assert "all of it works; leave out --try" in done.out
+    (place,) = set(re.findall(r" (/\S*/study_try_[^/\s]+)", done.out))
+    assert not Path(place).exists()
     page = (tmp_path / "book_try/s.md").read_text()
     for text in ("**A try: ", "|  | 1 Node | 2 Nodes |", "| Global Batch Size | 2 | 4 |"):
         assert text in page

@@ -115,6 +115,8 @@ def plan_run(
     parts += [f"{o.lstrip('-')}-{v.removesuffix('.py')}" for o, v in variation]
     parts += [f"seed{seed}"] if seed is not None else []
     name = re.sub(r"[^\w.+-]", "-", "_".join(parts))
+    # A Slurm job trains in the repository's root, wherever the study was started.
+    place = Path() if study.slurm is None or Path.cwd() == ROOT else ROOT
     # The study's own options come last, so that they override the others.
     limits = without_limit(study, [*rest, *more])
     return StudyRun(
@@ -123,7 +125,7 @@ def plan_run(
         group=", ".join(f"{option.lstrip('-')} {value}" for option, value in variation),
         seed=seed,
         command=(script, *limits, *rest, *more, "--name", name, "--resume", "auto"),
-        folder=Path(options.output_dir) / name,
+        folder=place / options.output_dir / name,
         data=options.data,
         epochs=OPEN_END if limits else options.epochs,
         hours=study.hours,
