@@ -71,7 +71,7 @@ def test_the_figures_are_those_of_the_predictions(place):
     done = results(run, place / "data", "-g", 2, "-b", 4, "--images", broken, image)
     broken.unlink()
     done.fails_with("1 of 2 images cannot be read")  # but the rest is there
-    assert "broken.jpeg: cannot be read" in done.out and "\nrun: 21 images; " in done.out
+    assert "broken.jpeg: cannot be read" in done.out and done.out.count("\nrun: 21 images; ") == 1
     assert re.search(r"(?m)^  top-1 \(%\) +[\d.]+ \([\d.]+ to [\d.]+\)$", done.out), done.out
     page = (place / "run/results_val.html").read_text()
     assert "1 images could not be read" in page
@@ -130,6 +130,10 @@ def test_some_of_the_classes_and_two_runs(place, tmp_path):
     page = (copy / "results_subset_2_runs.html").read_text()
     only = f"0 are right only in {copy}, 0 only in {place / 'run'}, "
     assert re.search(rf"changed by 0\.00 .*: {re.escape(only)}", page)
+    broken = tmp_path / "broken/class_1/1.jpeg"
+    broken.parent.mkdir(parents=True)
+    broken.write_bytes(b"no image")
+    results(place / "run", tmp_path / "broken").fails_with("none of the images in", "broken")
     (subset / "unknown").mkdir()
     results(place / "run", subset).fails_with("1 of the 3 classes", "unknown")
 
@@ -142,6 +146,7 @@ def test_a_run_that_was_trained_on_some_of_the_classes(place, tmp_path):
     model = get_model("resnet18", num_classes=2)
     best = torch.load(place / "run/best.pt") | {"state_dict": model.state_dict()}
     best |= {"arch": "resnet18", "model_args": {}}
+    best["preprocessing"] |= {"interpolation": "bicubic"}
     torch.save(best | {"classes": names}, tmp_path / "best.pt")
     for part, images in (("train", "train"), ("test", "val")):
         shutil.make_archive(str(tmp_path / "data" / part), "tar", place / "data" / images)
