@@ -103,6 +103,10 @@ def test_names_from_the_metadata_or_a_table(tmp_path):
     succeed("parquet", tmp_path / "in", tmp_path / "table", "--names", tmp_path / "names")
     assert (tmp_path / "table/train/classes.txt").read_text() == "yak\nzebra\n"
     assert folder_of(tmp_path / "table")["train/yak/00000000.png"] == b"\x89PNG1"
+    # Shards of other names or another size would stand beside these.
+    for more in ((), ("--names", tmp_path / "names", "--size", 2)):
+        message = fail("parquet", tmp_path / "in", tmp_path / "table", *more)
+        assert "choose another folder" in message
     (tmp_path / "names").write_text("zébra\nyak\n", "latin-1")
     message = fail("parquet", tmp_path / "in", tmp_path / "latin", "--names", tmp_path / "names")
     assert f"cannot read {tmp_path}/names: give a text file in UTF-8" in message

@@ -186,6 +186,7 @@ def test_every_image_lands_in_its_class(tmp_path, layout):
     before = times(out)
     shutil.rmtree(source)
     succeed("imagenet", out, "--source", source)
+    assert "choose another folder" in fail("imagenet", out, "--source", tmp_path / "other")
     assert times(out) == before
 
 

@@ -79,6 +79,8 @@ def test_a_shard_that_is_lost_is_written_again_and_a_new_image_is_refused(tmp_pa
     paths[1].unlink()
     assert "done" in succeed(*command)
     assert "nothing to do" in succeed(*command)
+    message = fail("shards", tmp_path / "data", tmp_path / "out", "--size", 2)
+    assert "choose another folder" in message, "its shards would stand beside these"
     assert tree(tmp_path / "out") == before
     for new in ("train/a/new.jpg", "val/b/new.jpg"):
         put(tmp_path / "data", {new: b"x"})
