@@ -176,10 +176,13 @@ def test_files_that_are_not_read_are_counted_and_the_hint_works_as_printed(tmp_p
 def test_a_class_that_comes_later_is_divided_too(tmp_path):
     data = put(tmp_path, {f"{c}/{i}.jpg": c.encode() for c in ("cat", "dog") for i in range(5)})
     succeed("split", data, "--val", 0.2)
-    put(data, {f"emu/{i}.jpg": b"emu" for i in range(5)})
-    assert "train 12 images, val 3 images" in succeed("split", data, "--val", 0.2)
-    assert {path.name for path in data.iterdir() if path.is_dir()} == {"train", "val"}
+    put(data, {"runs/one/overlay.png": b"curves"} | {f"emu/{i}.jpg": b"emu" for i in range(5)})
+    said = succeed("split", data, "--val", 0.2)
+    assert "classes that came after an earlier call: emu\n" in said
+    assert "train 12 images, val 3 images" in said
+    assert {path.name for path in data.iterdir() if path.is_dir()} == {"train", "val", "runs"}
     succeed("split", data, "--undo")
+    (data / "runs/one/overlay.png").unlink()
     assert sorted(tree(data)) == [f"{c}/{i}.jpg" for c in ("cat", "dog", "emu") for i in range(5)]
 
 

@@ -83,8 +83,9 @@ def _split(data: Path, args: argparse.Namespace) -> None:
             text = f"{folder} exists, and this command did not make it"
             raise UserError(f"{text}: remove it if it is a copy, or use it as the {part} part")
     state = {key: value for key, value in state.items() if key not in PARTS or key in own}
-    if "classes" in state and not args.undo:  # also those that came after an earlier call
-        state["classes"] = sorted({*state["classes"], *layouts.classes_at_top(data, least=1)})
+    if "classes" in marker and not args.undo and (later := _later_classes(data, marker)):
+        print(f"note: classes that came after an earlier call: {printable(', '.join(later))}")
+        state["classes"] = sorted({*state["classes"], *later})
     to_train = {} if args.undo else _into_train(data, state)
     moves, counts = _choose(data, state, to_train)
     if not any(counts.values()) and not args.undo:
@@ -106,6 +107,16 @@ def _split(data: Path, args: argparse.Namespace) -> None:
     print(f"{data}: {numbers}")
     if left := _not_images(data):
         print(f"note: left in place, as they are not images that training reads: {left}")
+
+
+def _later_classes(data: Path, marker: dict[str, Any]) -> list[str]:
+    """New folders at the top with images directly in them; runs/, say, has them further below."""
+
+    def has_image(folder: Path) -> bool:
+        return any(path.suffix.lower() in SUFFIXES for path in folder.iterdir())
+
+    names = {*layouts.classes_at_top(data, least=1)} - {*marker["classes"]}
+    return sorted(name for name in names if has_image(data / name))
 
 
 def _not_images(data: Path) -> str:
