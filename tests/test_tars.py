@@ -1,7 +1,9 @@
 """Training from tar files: the images, their order, the kept index, and hostile archives."""
 
+import bz2
 import gzip
 import io
+import lzma
 import os
 import shutil
 import tarfile
@@ -54,12 +56,16 @@ def a_tar_a_class(folder, part):
 
 
 def shards(folder, part):
-    """As WebDataset's: two classes in turn, and labels that are lines of classes.txt."""
+    """As WebDataset's: two classes in turn, and labels that are lines of classes.txt.
+
+    Labels end with a line break, as `echo` writes them, and the list is of an editor on Windows.
+    """
     members = []
     for c, name, data in sorted(images(folder, part), key=lambda one: one[1]):
         label = f"{c}-{name.removesuffix('.JPEG')}.cls"
-        members += [(f"{c}-{name}", data), (label, c[-1].encode())]
-    files = {"classes.txt": b"class_0\nclass_1\nclass_2\n", f"{part}/@eaDir/x": b""}
+        members += [(f"{c}-{name}", data), (label, c[-1].encode() + b"\n")]
+    table = "class_0\r\nclass_1\r\nclass_2\r\n".encode("utf-8-sig")
+    files = {"classes.txt": table, f"{part}/@eaDir/x": b""}
     for i in range(3):
         files[f"{part}/{part}-{i:05d}-of-00003.tar"] = tar_bytes(members[i * 40 : i * 40 + 40])
     return files
@@ -137,14 +143,18 @@ def test_the_original_files(tmp_path):
         "ILSVRC2012_img_val.tar": of_names(*val),
         devkit: devkit_bytes([2, 1, 2]),
         "ILSVRC2012_img_test_v10102019.tar": of_names("test/1.JPEG"),
+        "ILSVRC2012_img_test.tar": of_names("ILSVRC2012_test_00000001.JPEG"),  # of earlier years
         "ILSVRC2012_img_train_t3.tar": b"another task",
         "my_train.tar": b"something else",
     }
     put(tmp_path, files)
+    age(tmp_path)
     assert names(tmp_path) == [f"{TENCH}/1.JPEG", f"{GOLDFISH}/1.JPEG"]
     expected = [f"{TENCH}/{val[0]}", f"{TENCH}/{val[2]}", f"{GOLDFISH}/{val[1]}"]
     assert names(tmp_path, "val") == expected
     assert not has_part(tmp_path / "test")
+    inside = {"val/images.tar": of_names(*val), devkit: files[devkit]}
+    assert names(put(tmp_path / "parts", inside), "val") == expected
     put(tmp_path, {devkit: devkit_bytes([2, 1])})
     with pytest.raises(UserError, match=rf"class of {val[2]} is not known"):
         source(tmp_path, "val")
@@ -393,6 +403,8 @@ CASES = {
     "label in JSON": (of_names("1.jpg", "1.json"), r"train\.tar/1\.jpg has its label in a JSON"),
     "classes in a folder": (of_names("x/train/a/1.jpg", "x/train/b/2.jpg"), "inside the folder x"),
     "gzip": (gzip.compress(WHOLE) * 9, "compressed.*mv .*train.tar.gz && gunzip .*.gz` first"),
+    "bzip2": (bz2.compress(WHOLE) * 9, "compressed.*mv .*train.tar.bz2 && bunzip2 .*.bz2` first"),
+    "xz": (lzma.compress(WHOLE) * 9, "compressed.*mv .*train.tar.xz && unxz .*.xz` first"),
     "tgz": ({"train.tgz": b""}, r"run `gunzip .*\.tgz` first"),
     "missing": ({}, r"train is missing: DATA must hold .* or train\.tar"),
     "missing shard": (

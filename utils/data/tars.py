@@ -20,6 +20,7 @@ The index is read from the tar headers and cached like the list of an image fold
 same order as in the extracted folder. Paths in tar files are safe, because nothing is written.
 """
 
+import codecs
 import io
 import os
 import re
@@ -93,7 +94,9 @@ def tar_files(root: Path) -> list[Path]:
     else:
         folder, part = root.parent, re.escape(root.name)
         shards = rf"(?:[^.].*[-_.])?{PARTS.get(root.name, part)}[-_.]?\d+(?:-of-\d+)?\.tar"
-        patterns = [rf"{part}\.tar", rf"ILSVRC2012_img_{part}\.tar", shards]
+        # The images in ILSVRC2012_img_test.tar have no classes.
+        original = [] if root.name == "test" else [rf"ILSVRC2012_img_{part}\.tar"]
+        patterns = [rf"{part}\.tar", *original, shards]
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
     for pattern in patterns:
         if tars := [name for name in names if re.fullmatch(pattern, name)]:
@@ -181,7 +184,8 @@ def _stamps(data: Path, files: list[Path]) -> dict[str, list[int]]:
 
 def _read_table(path: Path) -> list[str]:
     """Return the lines of a classes.txt. Raises: `UserError`."""
-    names = os.fsdecode(path.read_bytes()).rstrip("\n").replace("\r", "").split("\n")
+    text = os.fsdecode(path.read_bytes().removeprefix(codecs.BOM_UTF8))  # some editors add it
+    names = text.rstrip("\n").replace("\r", "").split("\n")
     for number, name in enumerate(names):
         if not name or name[0] == "." or "/" in name or "\0" in name:
             raise _error(f"line {number + 1} of {path} is not the name of a class")
@@ -251,7 +255,7 @@ def _by_class(root: Path, tars: list["_Tar"], table: list[str]) -> dict[bytes, d
             elif b"/" in name:
                 plain[name] = record
             elif re.fullmatch(rb"ILSVRC2012_val_\d{8}\.JPEG", name):
-                val_labels = val_labels or devkit.val_labels(tar.path.parent)
+                val_labels = val_labels or devkit.val_labels(root.parent)
                 if name.decode() not in val_labels:
                     raise _error(f"the class of {name.decode()} is not known")
                 add(val_labels[name.decode()].encode() + b"/" + name, record)
