@@ -46,16 +46,20 @@ def test_folders_named_like_images_and_what_systems_leave(tmp_path, capsys):
     make(tmp_path, "a/1.jpg", "a/2.jfif", "a/3.JPE", "a/shots.png/4.jpg", "b/1.jpg")
     left = ("@eaDir/000.jpg/THUMB.jpg", "__MACOSX/1.jpg", "Thumbs.db", "#recycle/1.jpg")
     make(tmp_path, *left, *(f"a/{name}" for name in left))
-    make(tmp_path, "a/list.txt", "a/x.HEIC", "a/y.heic", "b/README", "loose.jpg", "note.txt")
+    make(tmp_path, "a/list.txt", "a/x.HEIC", "a/y.heic", "b/README", "note.txt")
+    make(tmp_path, "b/1.\x1b", "b/2.\x1b", "loose.jpg", "LOOSE.JPG", "._loose.jpg")
     assert class_folders(tmp_path) == ["a", "b"]
     names = ["1.jpg", "2.jfif", "3.JPE", "shots.png/4.jpg"]
     for _ in ("listed", "from the cache"):
         images = contents(open_folder(tmp_path, ["a", "b"], shows=True))
         assert images == [*((f"a/{name}", 0) for name in names), ("b/1.jpg", 1)]
-    assert capsys.readouterr().out == (
-        f"note: left out of {tmp_path}: 4 files that are not images (.heic 2, .txt 1, README 1) "
-        "and 1 images that are in no class folder\n"
-    )
+    (tmp_path / "a" / "z.heic").touch()  # a alone is listed again
+    open_folder(tmp_path, ["a", "b"], shows=True)
+    assert capsys.readouterr().out.splitlines() == [
+        f"note: left out of {tmp_path}: {files} files that are not images (.heic {heic}, .\\x1b 2, "
+        ".txt 1, README 1) and 2 images that are in no class folder"
+        for files, heic in ((6, 2), (7, 3))
+    ]
 
 
 def test_a_class_folder_replaced_by_one_of_the_same_time_is_noticed(tmp_path):
@@ -98,6 +102,9 @@ def test_class_folders(tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             open_folder(tmp_path, ["a", name])
+    make(tmp_path, "test/1.jpg")
+    with pytest.raises(UserError, match=rf"test has no class .* move it out of {tmp_path}, or its"):
+        class_folders(tmp_path / "test")
     make(tmp_path, "pack.npz")
     with pytest.raises(UserError, match=r"holds decoded pixels.*prepare_data\.py shards"):
         class_folders(tmp_path)

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from utils.data import list_cache as cache
 from utils.data.list_cache import Listing, folder_stamp, is_racy
 from utils.data.sources import SUFFIXES, THREADS, Source, is_hidden, reject_empty_classes
-from utils.start.errors import UserError
+from utils.start.errors import UserError, printable
 
 _SUFFIXES = tuple(suffix.encode() for suffix in SUFFIXES)
 
@@ -60,7 +60,7 @@ def listings(root: Path, classes: list[str], shows: bool = False) -> list[Listin
             known |= zip(missing, bar, strict=True)
         cache.write(root, known, shows)
         if shows and (text := _left_out(root, [known[name] for name in classes])):
-            print(f"note: left out of {root}: {text}", flush=True)
+            print(printable(f"note: left out of {root}: {text}"), flush=True)
     return [known[name] for name in classes]
 
 

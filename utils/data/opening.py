@@ -47,6 +47,8 @@ def class_folders(root: Path) -> list[str]:
     if names := source_kind(root).class_names(root):
         return names
     why = layouts.advice(root.parent)
+    if root.name == "test":  # training is possible without it, as with a contest's test images
+        why = f"move it out of {root.parent}, or its images into test/CLASS/"
     if root.is_dir():
         text = f"folder {root} has no class folders in it{(why and f': {why}') or ''}"
     elif root.name == "test":
