@@ -81,13 +81,13 @@ def test_a_damaged_ledger_is_no_error(tmp_path, logged):
 
 def test_a_run_on_a_cpu_has_hours_but_no_energy(folder, tmp_path):
     options = ("-a", "tiny_plain", "-b", "10", "--output-dir", tmp_path, "--name", "run")
-    for epochs in (1, 3):
-        train("imagenet_nd.py", *options, "--epochs", epochs, "--resume", "auto", folder)
+    for epochs, *limit in ((1, "--train-time", "0"), (1,), (3,)):  # the first after a step
+        train("imagenet_nd.py", *options, "--epochs", epochs, *limit, "--resume", "auto", folder)
     facts = summary(tmp_path / "run")
     assert facts["node_hours"] > 0
     assert not {"gpu_hours", "energy_kwh", "images_per_joule", "mfu"} & facts.keys()
     starts = json.loads((tmp_path / "run" / ledger.FILE).read_text())
-    assert [(one["images"], one["gpus"]) for one in starts] == [(60, 0), (120, 0)]
+    assert [(one["images"], one["gpus"]) for one in starts] == [(10, 0), (50, 0), (120, 0)]
 
 
 def test_the_models_share_of_the_peak():
@@ -98,6 +98,7 @@ def test_the_models_share_of_the_peak():
     assert flops.peak("Tesla T4", "fp16") == 65e12
     assert flops.peak("NVIDIA H100 80GB HBM3", "fp32") == 494e12
     assert flops.peak("Tesla V100-SXM2-16GB", "bf16") == 125e12
+    assert flops.peak("NVIDIA H100 PCIe", "bf16") == 756e12
     assert flops.peak("GeForce", "fp16") is None
     assert flops.utilisation(4e9, 1000.0, 4, 100e12) == pytest.approx(0.03)
 

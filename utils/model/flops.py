@@ -12,6 +12,11 @@ PEAKS = {
     "L4": (121e12, 60e12),
     "H100": (989e12, 494e12),
     "H200": (989e12, 494e12),
+    # Cards take less power than modules on a board.
+    "V100 PCIE": (112e12, 14e12),
+    "H100 PCIe": (756e12, 378e12),
+    "H100 NVL": (835e12, 417e12),
+    "H200 NVL": (835e12, 417e12),
 }
 
 
@@ -36,9 +41,9 @@ def peak(name: str, precision: str) -> float | None:
 
     ``precision``: "fp32", or any other for 16 bits.
     """
-    words = name.replace("-", " ").split()
-    known = next((PEAKS[word] for word in words if word in PEAKS), None)
-    return None if known is None else known[precision == "fp32"]
+    words = set(name.replace("-", " ").split())
+    known = [peaks for kind, peaks in PEAKS.items() if words.issuperset(kind.split())]
+    return known[-1][precision == "fp32"] if known else None
 
 
 def utilisation(flops: float, images_per_s: float, gpus: int, peak: float) -> float:
