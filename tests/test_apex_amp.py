@@ -145,6 +145,9 @@ def test_torch_is_taken_when_asked_for_though_apex_is_there(site, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for options, kind in (((), choice.Amp), (("--amp-impl", "torch"), o2.Amp)):
         assert type(choice.amp_and_parallel(parsed(*options), WORLD)[0]) is kind
+    # All nodes do the same: one of them has no Apex.
+    monkeypatch.setattr(choice, "gather", lambda mine, _: [mine, "it is missing"])
+    assert type(choice.amp_and_parallel(parsed(), WORLD)[0]) is o2.Amp
 
 
 # ---- --amp: bf16 on CPUs with AMX and images that are large enough, and only there

@@ -1,8 +1,11 @@
 """Batches: the same pixels on any number of workers and ranks, and what unreadable files do."""
 
 import os
+import re
 import shutil
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -127,13 +130,21 @@ def test_files_are_counted_and_bad_ones_named_and_limited(index, logged, monkeyp
         assert sum(len(images) for images, _ in batches) == IMAGES
         assert 0 < batches.reading.read_seconds < batches.reading.seconds
         assert batches.waited > 0
+    clock = SimpleNamespace(now=0.0)
+    batches.start_count()
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "perf_counter", lambda: clock.now)
+        for _ in batches:
+            clock.now += 5.0  # a step: nobody waits for images meanwhile
+    assert batches.waited == 0
     assert set(bad.seen) == {4, 5, 15} and not bad.too_many and len(logged) == 3
     assert all(any(index.path(i) in line for line in logged) for i in (4, 5, 15))
     monkeypatch.setattr("utils.data.batches.gather", lambda seen, _: [seen, {0: "of another rank"}])
     bad.share(World(TO[0]))
     assert bad.too_many and index.path(0) in logged[-1]
     spoil(index, *set(EVERY) - {15})
-    with pytest.raises(UserError, match=r"more than 3 image files.*--max-bad-files"):
+    last = re.escape(index.path(0))
+    with pytest.raises(UserError, match=rf"more than 3 image files .*--max-bad-files.*{last}:"):
         list(batches)
     assert len(logged) == 4, "past the limit nothing more is named"
 

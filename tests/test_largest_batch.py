@@ -71,11 +71,13 @@ def session(images: int = 10**6, values: int = 0, **changes: Any) -> SimpleNames
         ((0.2, 0.042), {"values": THIRD, "ema": 0.9}, 104),
         # Processes that wait for each other try nothing that should fail.
         ((0.2, 0.042, 150), {"sync_bn": True}, "ALLOC_FAILED"),
+        ((0.2, 0.042, 150), {"sharded": True}, "ALLOC_FAILED"),
         ((9.0, 0.1), {}, r"not even 8 images fit into 9\.2 GiB"),
     ],
 )
 def test_the_memory_is_filled_but_for_the_margin(monkeypatch, memory, changes, expected):
     gpu = StandInGpu(monkeypatch, *memory)
+    monkeypatch.setattr(TrainState, "sharded", "sharded" in changes)
     if isinstance(expected, str):
         with pytest.raises((UserError, RuntimeError), match=expected):
             find_batch.search(session(**changes), gpu.step, 8)
@@ -101,15 +103,21 @@ def test_the_fullest_gpu_of_all_processes_decides(monkeypatch):
     how = "takes about 4.73 of 5.43 GiB on poor, which has the least memory"
     gpu = StandInGpu(monkeypatch, 0.2, 0.042)
     assert find_batch.search(session(), gpu.step, 8) == (96, 1, how)
+    shared = session(images=90)  # of which each process gets 45 at most
+    shared.world = World(torch.device("cpu"), 0, 2)
+    assert find_batch.search(shared, gpu.step, 8)[0] == 48
 
 
 def test_data_parallel_prints_the_share_of_a_gpu(monkeypatch, capsys):
-    """Both GPUs hold half of the images."""
+    """Both GPUs hold half of the images. The second one has 4 GiB less, and takes 0.5 GiB more."""
     gpu, one = StandInGpu(monkeypatch, 0.2, 0.021), session()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda d: ((8 - 4 * d) * GIB, 16 * GIB))
+    peak = torch.cuda.max_memory_allocated
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda d: peak(d) + d * GIB / 2)
     one.run.mode, one.train.dataset, one.args.arch = "dp", SimpleNamespace(size=8), "x"
     assert find_batch.find(one, gpu.step) == 0
-    assert capsys.readouterr().out == "largest batch per GPU: 208\n"
+    assert capsys.readouterr().out == "largest batch per GPU: 112\n"
 
 
 def test_each_trial_is_a_micro_batch_without_gradients_of_the_last_one(monkeypatch):

@@ -226,7 +226,7 @@ def test_names_of_wordnet_classes(tmp_path):
     ids = ["n01440764", "n01443537"]
     assert wordnet.find(ids, tmp_path / "data")[ids[0]] == ids[0], "not ImageNet's 1000"
     (tmp_path / "LOC_synset_mapping.txt").write_text(
-        "n01440764 tench, Tinca tinca\nn01443537 goldfish\n"
+        "n01440764 tench, Tinca tinca\nn01443537 goldfish\n", encoding="utf-8-sig"
     )
     found = wordnet.find(ids, tmp_path / "data")
     assert found == {ids[0]: "n01440764 tench, Tinca tinca", ids[1]: "n01443537 goldfish"}

@@ -1,5 +1,7 @@
 """Models by name: heads, image sizes, pretrained weights (made up, nothing is downloaded)."""
 
+from urllib.error import URLError
+
 import pytest
 import torch
 from torchvision.models import WeightsEnum, get_model
@@ -64,6 +66,18 @@ def test_pretrained_weights_are_taken_over(downloaded, classes):
         assert name in head or torch.equal(value, downloaded[name]), name
     assert got.num_classes == classes
     assert got(torch.zeros(2, 3, 64, 64)).shape == (2, classes)
+
+
+@pytest.mark.parametrize("error", [URLError("no route"), PermissionError("read-only")])
+def test_weights_that_cannot_be_downloaded_are_an_error_message(monkeypatch, error):
+    """Without a network, or where the cache folder cannot be written."""
+
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(WeightsEnum, "get_state_dict", fail)
+    with pytest.raises(UserError, match=r"weights of resnet18 could not be downloaded .*(no|only)"):
+        models.create("resnet18", 7, 64, pretrained=True)
 
 
 def test_an_unknown_name_is_answered_by_the_nearest_ones(monkeypatch):

@@ -25,6 +25,7 @@ from utils.data import region_decode
 from utils.data.images import Reading
 from utils.epoch import Meter
 from utils.monitor import Monitor, StepTimer, StepTimes, tensor_bytes
+from utils.start.option_types import Options
 from utils.start.world import World
 from utils.status import Status
 
@@ -329,19 +330,30 @@ def test_the_parts_of_a_step_are_means_over_processes():
 # ---- printed lines
 
 
-def test_speed_and_waiting_are_of_the_steps_since_the_last_line(monkeypatch, logged):
-    """Steps take 2 s, of which the last two wait for 1 s, and the others for 0.5 s."""
+@pytest.mark.parametrize(("first", "shares"), [(0, (25, 25, 50)), (2, (50, 50))])
+def test_speed_and_waiting_are_of_the_steps_since_the_last_line(monkeypatch, logged, first, shares):
+    """Steps take 2 s, of which the last two wait for 1 s, and the others for 0.5 s.
+
+    Those before a resume, after step ``first``, were in another process.
+    """
     clock, state = SimpleNamespace(now=0.0), build()
     monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
     session = mock.MagicMock(state=state, world=World(CPU), global_batch=10, print_freq=2)
     session.train.sampler.steps_per_epoch, session.train.waited, session.first_epoch = 4, 0.0, 0
-    session.args.epochs = 1
+    session.args = Options(epochs=1, batch_size=5, lr=0.1, lr_scaling="none", warmup_epochs=0)
+    session.args = session.args.replaced(lr_schedule="constant")
+    session.stop.reason, session.train.bad.too_many, session.train.bad.seen = None, False, {}
+    session.train.reading, session.monitor.end_epoch.return_value = Reading(), {}
+    state.step = first
     meter = Meter(session)
-    for state.step in (1, 2, 3, 4):
+    for state.step in range(first + 1, 5):
         clock.now += 2.0
         session.train.waited += 0.5 if state.step < 3 else 1.0
         meter.print_line()
     told = [line.partition("images/s")[2] for line in logged]
-    assert told == [f" 5.0  s/step 2.0000  waiting % {share}.0" for share in (25, 25, 50)]
+    assert told == [f" 5.0  s/step 2.0000  waiting % {share}.0" for share in shares]
     rates = [call.args[0]["Step/throughput"] for call in session.run.scalars.call_args_list]
-    assert rates == [5.0, 5.0]
+    assert rates == [5.0, 5.0][first // 2 :]
+    assert session.write_ledger.call_count == len(shares), "if the last one is old"
+    record = meter.record()
+    assert (record["Throughput/train"], record["Time/train"]) == (5.0, 2.0)

@@ -163,6 +163,7 @@ def make(layout, folder):
             DEVKIT: devkit_bytes([1, 2, 2]),
             "test/ILSVRC2012_test_1.JPEG": b"x",
             f"val/._{VAL[0]}": b"macOS",
+            "val/@eaDir/x": b"of a network disk",
         },
     }
     return put(folder, files | more[layout])
@@ -210,6 +211,9 @@ def test_training_says_which_file_has_the_classes(tmp_path):
     (data / DEVKIT).unlink()
     with pytest.raises(UserError, match=f"put {CSV} or {DEVKIT} .*, then run"):
         check_parts(data, ["val"])
+    inside = make("kaggle", tmp_path / "kaggle") / KAGGLE  # the table is three folders above
+    with pytest.raises(UserError, match="without class folders: run"):
+        check_parts(inside, ["val"])
 
 
 def test_on_another_file_system_links_are_symbolic(tmp_path):

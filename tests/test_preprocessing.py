@@ -58,6 +58,7 @@ def test_training_and_evaluation_have_sizes_of_their_own(index):
     plain = ImageBatches(index, 64, SEED, train=True, interpolation="bicubic")
     assert torch.equal(fetch(batches.dataset, [0, 1])[0], fetch(plain, [0, 1])[0])
     both = IMAGENET.resized(64, None, 96)
+    assert str(both).startswith("64 pixels (evaluation: 96 from the centre of 110), bilinear")
     assert torch.equal(evaluated(index, both), evaluated(index, IMAGENET.resized(96, 110)))
 
 
