@@ -211,10 +211,11 @@ def test_a_run_that_cannot_be_continued_is_left_as_it_was(folder, tmp_path):
 
 
 def test_shortages_that_torch_reports():
-    """Other errors keep their traceback."""
+    """Other errors keep their traceback. Without a training, there is nothing to resume."""
     for text, words in (
         ("CUDA out of memory. Tried to allocate 3.06 GiB. GPU 0", "the GPU is out of memory"),
         ("DataLoader worker (pid(s) 7, 8) exited unexpectedly", "worker 7, 8 exited"),
+        ("DataLoader worker (pid 7) exited", "To continue, run the same command again"),
     ):
         assert words in str(explain(RuntimeError(text)))
     for error, words in (

@@ -77,6 +77,17 @@ def choose(args: Options, world: World, mode: str) -> Path | None:
     return folder
 
 
+def _changes(args: Options, folder: Path) -> str:
+    """What to change in the command line of a training in ``folder`` to continue it; "" if nothing.
+
+    With --start-epoch it would go back to that epoch.
+    """
+    source = "auto" if args.name else shlex.quote(str(folder / SNAPSHOT))
+    changes = [] if args.resume == "auto" else [f"with --resume {source}"]
+    changes += [] if args.start_epoch is None else ["without --start-epoch"]
+    return " and ".join(changes)
+
+
 def claim(folder: Path) -> Path:
     """Make a new folder: ``folder``, or FOLDER-2, -3, ... if another run began in that second."""
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -225,9 +236,7 @@ class Run:
         if path is not None:
             if is_training(args):
                 lock = Lock(path, restarts)  # rank 0 acquires it
-                option = f" with --resume {'auto' if args.name else path / SNAPSHOT}"
-                again = "run the same command"
-                errors.how_to_continue = again + (" again" if args.resume == "auto" else option)
+                errors.how_to_continue = f"run the same command {_changes(args, path) or 'again'}"
             folder = self.folder = RunFolder(path, lock, missing)
             # Poll the lock: in each broadcast, other ranks wait at most --dist-timeout.
             while not self._in_rank0(folder.make):

@@ -43,8 +43,9 @@ def printable(text: str) -> str:
 
 _ending = threading.RLock()  # never released
 
-# Advice at the end of messages: how to continue this run. `utils.run.run_directory` changes it.
-how_to_continue = "run the same command with --resume auto"
+# Advice at the end of messages: how to continue. A training with a run directory has another one,
+# see `utils.run.run_directory`; before that, and in an evaluation, there is nothing to resume.
+how_to_continue = "run the same command again"
 
 
 def is_first_to_report() -> bool:
