@@ -81,6 +81,8 @@ def load(
         changed, restarted = changed_options(content["options"], args), {"model"}
         if args.start_epoch is not None and {*changed} & {*_OPTIMISER}:
             restarted.add("optimizer")
+        if args.start_epoch is not None:  # the position in the snapshot's epoch does not matter
+            content["progress"] |= {"step": 0}
         content["scaler"] = _loss_scale(content["scaler"], state.scaler.state_dict())
         for name, part in state.parts().items():
             if name in restarted or content.get(name) is None:
