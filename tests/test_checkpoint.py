@@ -137,7 +137,7 @@ def test_harmless_changes_are_logged(tmp_path, logged, monkeypatch):
     assert logged == [f"changed since the snapshot: {changes}"]
     schedules = [{"lr_schedule": name} for name in SCHEDULES if name not in ("step", "constant")]
     for more in (*schedules, {"progressive": "96,128"}):
-        with pytest.raises(UserError, match="was made with --epochs 2: use"):
+        with pytest.raises(UserError, match="was made with --epochs 2: do"):
             resumed(tmp_path, ours(options=saved | more), Options(**vars(now) | more))
 
 
@@ -196,13 +196,16 @@ def test_of_files_of_other_programs_the_weights_are_loaded(tmp_path, logged, pro
 
 FIXED = {"seed": 5, "lr_schedule": "cosine", "warmup_epochs": 1, "progressive": "96,128"}
 FIXED |= {"optimizer": "adamw", "wd_norm": 0.5, "freeze": True}
-SAVED = OPTIONS | dict.fromkeys(FIXED, 0) | {"epochs": 2}
+NOT_GIVEN = {"progressive": None, "wd_norm": None, "freeze": False}
+SAVED = OPTIONS | dict.fromkeys(FIXED, -1) | {"epochs": 2}
 SHORT = trained().optimizer.state_dict()
 SHORT["state"][1]["momentum_buffer"] = torch.zeros(2)
-USE = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in FIXED.items())
+USE = "--seed 5, --lr-schedule cosine, --warmup-epochs 1, --progressive 96,128, "
+USE += "--optimizer adamw, --wd-norm 0.5, --freeze"
 UNFIT = [  # part of a snapshot, what stands there, words of the message
     ("arch", "resnet18", "is a resnet18: use -a resnet18"),
-    ("options", SAVED | FIXED, f"was made with {USE}: use these"),
+    ("options", SAVED | FIXED, f"was made with {USE}: do the same"),
+    ("options", SAVED | NOT_GIVEN, "with no --progressive, no --wd-norm, no --freeze: do the"),
     ("classes", ["a", "b"], "has other classes than the data .2: a,.*--classes"),
     ("model", build(classes=4).model.state_dict(), "does not fit.* trained with --image-size 64$"),
     ("model", {0: "cat", 1: "dog"}, "does not fit this program"),

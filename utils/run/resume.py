@@ -140,9 +140,9 @@ def _check(content: dict[str, Any], args: Options, path: Any, classes: list[str]
     if "epochs" in changed and (saved.get("lr_schedule") in TO_THE_END or saved.get("progressive")):
         fixed.append("epochs")
     if fixed:
-        options = " ".join(as_option(key, saved[key]) for key in fixed)
+        options = ", ".join(as_option(key, saved[key]) for key in fixed)
         raise UserError(
-            f"{path} was made with {options}: use these options, or begin a new schedule from its "
+            f"{path} was made with {options}: do the same, or begin a new schedule from its "
             "weights with --start-epoch 0",
             on_every_rank=True,
         )
@@ -200,8 +200,11 @@ def changed_options(saved: dict[str, Any], args: Options) -> list[str]:
 
 
 def as_option(key: str, value: Any) -> str:
-    """An option with its value, as on a command line."""
-    return f"--{key.replace('_', '-')} {value}"
+    """An option with its value, as on a command line; "no --freeze" if it is not given."""
+    option = f"--{key.replace('_', '-')}"
+    if value is None or value is False:
+        return f"no {option}"
+    return option if value is True else f"{option} {value}"
 
 
 def _loss_scale(saved: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
