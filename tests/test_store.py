@@ -38,7 +38,7 @@ def stopped(tmp_path_factory, folder) -> Path:
     return runs
 
 
-@pytest.mark.parametrize("how", ["store", "URL"])
+@pytest.mark.parametrize("how", ["store", "URL", "file"])
 def test_a_new_machine_continues_bit_for_bit(folder, tmp_path, stopped, how):
     there = list((stopped / "store" / "half").iterdir())
     names = {path.name for path in there}
@@ -49,6 +49,8 @@ def test_a_new_machine_continues_bit_for_bit(folder, tmp_path, stopped, how):
     options = ("--resume", f"file://{copy}")  # its snapshot
     if how == "store":
         options = ("--name", "half", "--resume", "auto", "--store", copy.parent)
+    if how == "file":  # another folder of this machine
+        options = ("--name", "half", "--resume", copy / "snapshot.pt")
     runs = tmp_path / "runs"
     result = train("imagenet_nd.py", *line(folder, runs, *options))
     assert "resumed from" in result.out

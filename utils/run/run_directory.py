@@ -25,7 +25,7 @@ from utils.run.snapshots import BEST, SNAPSHOT, latest, name_newer_snapshot, rea
 from utils.run.tensorboard import EventFile, cut_off
 from utils.start import errors, gpu_check
 from utils.start.addresses import is_elastic
-from utils.start.atomic import remove_leftovers, save_atomically
+from utils.start.atomic import link_atomically, remove_leftovers, save_atomically
 from utils.start.errors import UserError
 from utils.start.option_types import Options, is_url
 from utils.start.world import T, World, broadcast_from_rank0
@@ -147,7 +147,7 @@ class RunFolder:
         if (self.path / OPTIONS).exists() or (self.lock is not None and not self.lock.is_held):
             return
         with contextlib.suppress(OSError):  # another run waits for the lock
-            for name in (LOG, BEST):  # the latter was downloaded
+            for name in (LOG, BEST):  # the latter is a copy
                 (self.path / name).unlink(missing_ok=True)
             if self.lock is not None:
                 self.lock.release()
@@ -270,8 +270,9 @@ class Run:
     def read_checkpoint(self) -> dict[str, Any] | None:
         """The content of the checkpoint to resume from; None if there is none. Sets ``source``.
 
-        Opens ``--store`` first. Raises: `UserError` for a file with only weights in the directory
-        of a run: training would start over and overwrite that run.
+        Opens ``--store`` first, and keeps the best model beside a snapshot of another folder.
+        Raises: `UserError` for a file with only weights in the directory of a run: training would
+        start over and overwrite that run.
         """
         self.source, content = self._in_rank0(self._read_checkpoint)
         return content
@@ -303,6 +304,10 @@ class Run:
                 f"overwrite the run in {own.path}. To train from these weights, use --pretrained "
                 "FILE with another --name"
             )
+        if own is not None and "progress" in content and not is_url(args.resume):
+            best, kept = path.with_name(BEST), own.path / BEST
+            if best.is_file() and not kept.exists():  # perhaps no later epoch is better
+                link_atomically(best, kept)
         return source, content
 
     def begin_training(
