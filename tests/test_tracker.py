@@ -71,9 +71,11 @@ def test_a_killed_and_resumed_run_is_one_run_with_each_point_once(folder, tmp_pa
     # As if another process had gone on until step 6 and been killed, before the last point was out.
     killed = {833: {"Step/loss": 7.0}, 1000: {"Step/loss": 7.0}, 1001: {"Step/loss": 7.0}}
     event_files.write(run, killed)
+    (run / "wandb/offline-run-20260101_000000-another").mkdir()  # as where WANDB_DIR is of all runs
     done = train("imagenet_nd.py", *words, "--resume", "auto", folder, **OFFLINE)
     assert done.err == "" and "warning" not in done.out
-    sync = f"wandb sync {' '.join(map(str, sorted(run.glob('wandb/offline-run-*'))))}"
+    sessions = sorted(run.glob(f"wandb/offline-run-*-{(run / 'wandb.id').read_text()}"))
+    sync = f"wandb sync {' '.join(map(str, sessions))}\n"
     assert sync in done.out, "the terminal says where the run went, both sessions of it"
     assert_same_weights(run, tmp_path / "plain")
     files = list(run.glob("wandb/offline-run-*/run-*.wandb"))

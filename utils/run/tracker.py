@@ -138,8 +138,8 @@ class Tracker(Sink):
             log.warning(f"wandb did not answer within {WAIT:.0f} s: its last points may be missing")
         if opened.offline:
             folder = Path(opened.dir).parent
-            sessions = [one for one in sorted(folder.parent.glob("offline-run-*")) if _unsent(one)]
-            names = " ".join(shlex.quote(str(one)) for one in sessions)
+            own = sorted(folder.parent.glob(f"offline-run-*-{opened.id}"))  # not of other runs
+            names = " ".join(shlex.quote(str(one)) for one in own if _unsent(one))
             log.info(f"to send this run to Weights & Biases: wandb sync {names}")
         else:
             log.info(f"curves at {opened.url}")
