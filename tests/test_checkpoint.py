@@ -207,6 +207,7 @@ UNFIT = [  # part of a snapshot, what stands there, words of the message
     ("options", SAVED | FIXED, f"was made with {USE}: do the same"),
     ("options", SAVED | NOT_GIVEN, "with no --progressive, no --wd-norm, no --freeze: do the"),
     ("classes", ["a", "b"], "has other classes than the data .2: a,.*--classes"),
+    ("classes", ["b", "a", "c"], "has other classes than the data .3: b, "),
     ("model", build(classes=4).model.state_dict(), "does not fit.* trained with --image-size 64$"),
     ("model", {0: "cat", 1: "dog"}, "does not fit this program"),
     ("optimizer", sgd([{"params": [nn.Parameter()]}], 1, 0, 0).state_dict(), "optimizer state"),

@@ -104,12 +104,14 @@ def test_the_models_share_of_the_peak():
 
 
 def test_gpus_of_data_parallel_are_all_of_the_machine(monkeypatch):
-    """Its one process does not measure the energy of the others."""
+    """Its one process does not measure the energy of the others. The images are those since its
+    start in the fourth step of an epoch of five."""
     for gpus, joules in ((4, None), (1, 5.0)):
-        training = mock.MagicMock(began=(0, 0), world=World(GPU))
+        training = mock.MagicMock(began=(1, 3), world=World(GPU), global_batch=10)
+        training.state, training.train.sampler.steps_per_epoch = mock.Mock(epoch=3, step=1), 5
         training.ledger.entry.gpus, training.monitor.joules.return_value = gpus, 5.0
         Training.write_ledger(training)
-        assert training.ledger.write.call_args.args[1] == joules
+        assert training.ledger.write.call_args.args == (80, joules)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     for mode, device, gpus in (("dp", GPU, 4), ("dp", torch.device("cpu"), 1), ("ddp", GPU, 1)):
         session = SimpleNamespace(world=World(device), run=SimpleNamespace(mode=mode))

@@ -98,15 +98,28 @@ def test_what_could_overwrite_or_miss_a_run_is_refused(tmp_path, monkeypatch):
         store.Store("s3://typo", tmp_path / "half").open(None)
 
 
-def test_the_snapshot_here_is_not_overwritten_by_that_in_the_store(tmp_path):
+def test_the_files_here_are_not_overwritten_by_those_in_the_store(tmp_path):
     own = tmp_path / "runs" / "half"
     for folder, text in ((own, "newer"), (tmp_path / "half", "older")):
         folder.mkdir(parents=True)
         (folder / "snapshot.pt").write_text(text)
+        (folder / "best.pt").write_text(text)
     one = store.Store(str(tmp_path), own)
     one.open("auto")
     one.close()
-    assert (own / "snapshot.pt").read_text() == "newer"
+    store.fetch(f"file://{tmp_path}/half", own)
+    assert (own / "snapshot.pt").read_text() == (own / "best.pt").read_text() == "newer"
+
+
+def test_a_best_model_that_cannot_be_fetched_is_fetched_the_next_time(tmp_path):
+    """The snapshot comes last: where there is one, nothing is fetched."""
+    there, own = tmp_path / "half", tmp_path / "runs" / "half"
+    for folder in (there / "best.pt", own):
+        folder.mkdir(parents=True)
+    (there / "snapshot.pt").touch()
+    with pytest.raises(UserError, match="cannot tell whether"):
+        store.Store(str(tmp_path), own).open("auto")
+    assert not (own / "snapshot.pt").exists()
 
 
 def test_a_failing_store_is_reported_once_and_training_ends_well(folder, tmp_path):

@@ -72,7 +72,8 @@ def test_a_killed_and_resumed_run_is_one_run_with_each_point_once(folder, tmp_pa
     killed = {833: {"Step/loss": 7.0}, 1000: {"Step/loss": 7.0}, 1001: {"Step/loss": 7.0}}
     event_files.write(run, killed)
     (run / "wandb/offline-run-20260101_000000-another").mkdir()  # as where WANDB_DIR is of all runs
-    done = train("imagenet_nd.py", *words, "--resume", "auto", folder, **OFFLINE)
+    env = OFFLINE | {"WANDB_PROJECT": "mine"}
+    done = train("imagenet_nd.py", *words, "--resume", "auto", folder, **env)
     assert done.err == "" and "warning" not in done.out
     sessions = sorted(run.glob(f"wandb/offline-run-*-{(run / 'wandb.id').read_text()}"))
     sync = f"wandb sync {' '.join(map(str, sessions))}\n"
@@ -89,6 +90,7 @@ def test_a_killed_and_resumed_run_is_one_run_with_each_point_once(folder, tmp_pa
     places, expected = ({tag: [x for x, _ in one[tag]] for tag in one} for one in (sent, drawn))
     assert places == expected
     assert sent["Loss/val"] == [(x, pytest.approx(y)) for x, y in drawn["Loss/val"]]
+    assert {one.run.project for one in records(run)} - {""} == {"imagenet", "mine"}
     config = values(item for one in records(run) for item in one.run.config.update)
     best = values(item for one in records(run) for item in one.summary.update)
     assert best["best_top1"] == pytest.approx(summary(run)["best_top1"])
