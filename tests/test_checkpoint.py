@@ -9,6 +9,8 @@ import signal
 import sys
 from argparse import Namespace
 from dataclasses import replace
+from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ from torch import nn
 from utils.model.o2 import LossScaler
 from utils.model.optim import sgd
 from utils.model.options import SCHEDULES
-from utils.run.resume import load
+from utils.run.resume import fingerprints, load
 from utils.run.snapshots import TrainState, best_of, snapshot_of, write
 from utils.start.atomic import read_checkpoint
 from utils.start.errors import UserError
@@ -113,7 +115,7 @@ def test_a_restart_on_other_nodes_counts_each_image_once(tmp_path, monkeypatch, 
 
 def test_evaluation_loads_the_weights_alone(tmp_path):
     """Whatever the options, of which some could not be changed in training."""
-    now = Options(**vars(ARGS) | {"evaluate": True, "seed": 1})
+    now = Options(**vars(ARGS) | {"evaluate": True, "seed": 1, "ema": 0.9})
     content = ours(options=SAVED) | {"model_args": {"transform_input": True}}
     state, is_ours = resumed(tmp_path, content, now)
     assert not is_ours
@@ -122,14 +124,17 @@ def test_evaluation_loads_the_weights_alone(tmp_path):
     assert same_weights(state, trained())
     assert (state.epoch, state.best) == (0, {})
     assert not any(moment.any() for moment in momentum(state))
+    assert state.ema is None, "it would be evaluated as well"
 
 
 def test_harmless_changes_are_logged(tmp_path, logged, monkeypatch):
     """Another last epoch is none where learning rate or image size depend on it."""
     saved = {"arch": "tiny", "epochs": 2, "lr": 0.1, "workers": 1, "name": "a"}
+    saved |= {"val_image_size": 96}  # which the snapshot sets, where the command line omits it
     saved["command"] = "imagenet_ddp.py --lr 0.1 DATA"
     monkeypatch.setattr(sys, "argv", ["/code/imagenet_fsdp.py"])
     now = Options(**vars(ARGS) | {"epochs": 3, "lr": 0.01, "workers": 2, "name": "b"})
+    now = now.replaced(val_image_size=None, defaulted_sizes=("val_image_size",))
     assert resumed(tmp_path, ours(options=saved), now, batch=16)[1]
     changes = "the script is imagenet_fsdp.py (was imagenet_ddp.py), "
     changes += "the global batch is 16 (was 32), --epochs 3 (was 2), --lr 0.01 (was 0.1), "
@@ -311,6 +316,16 @@ def test_other_data_than_those_of_the_snapshot_are_named(tmp_path, logged, chang
     again(middle, state.data)
     again({name: x for name, x in middle.items() if name != "data"}, new)  # of an older version
     assert not logged
+
+
+def test_each_part_that_there_is_has_a_fingerprint():
+    source = mock.Mock()
+    source.fingerprint.return_value, source.sample_sizes.return_value = FOLDER[0], (9.5, FOLDER[1])
+    part = SimpleNamespace(bad=SimpleNamespace(source=source))
+    for absent in ({"train": None}, {"val": None}, {"test": None}):
+        parts = dict.fromkeys(("train", "val", "test"), part) | absent
+        expected = dict.fromkeys(parts.keys() - absent.keys(), FOLDER)
+        assert fingerprints(SimpleNamespace(**parts)) == expected
 
 
 def test_a_missing_file_or_a_pipe_is_one_message(tmp_path):

@@ -103,6 +103,25 @@ def test_the_models_share_of_the_peak():
     assert flops.utilisation(4e9, 1000.0, 4, 100e12) == pytest.approx(0.03)
 
 
+def test_the_peak_is_that_of_the_precision(monkeypatch):
+    asked = mock.Mock(return_value=None)
+    monkeypatch.setattr(flops, "peak", asked)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "T4")
+    for level, dtype, precision in (
+        ("", torch.float32, "fp32"),
+        ("O0", torch.float32, "fp32"),
+        ("", torch.float16, "fp16"),
+        ("O2", torch.float16, "O2"),
+    ):
+        session = mock.MagicMock(spec=Training)
+        session.ledger, session.world = mock.MagicMock(), World(GPU)
+        session.state = SimpleNamespace(sharded=False)
+        session.args = SimpleNamespace(opt_level=level)
+        session.loaders = SimpleNamespace(dtype=dtype)
+        report.used(session, 100.0)
+        asked.assert_called_with("T4", precision)
+
+
 def test_gpus_of_data_parallel_are_all_of_the_machine(monkeypatch):
     """Its one process does not measure the energy of the others. The images are those since its
     start in the fourth step of an epoch of five."""

@@ -105,16 +105,19 @@ def test_sizes_that_do_not_fit_are_rejected(monkeypatch, parse, folder, line, me
 def test_omitted_sizes_come_from_the_checkpoint_before_the_precision_is_chosen(
     monkeypatch, parse, folder, tmp_path
 ):
-    """bf16 pays off on a CPU from 224 pixels on."""
+    """bf16 pays off on a CPU from 224 pixels on. A damaged snapshot has the one before it."""
     monkeypatch.setattr(amp, "has_amx", lambda: True)
     saved = IMAGENET.resized(64, None).as_dict()
-    torch.save({"preprocessing": saved}, tmp_path / "best.pt")
-    for words, size, crop, dtype in (
-        ("", 64, 64, None),
-        ("--image-size 224", 224, 224, torch.bfloat16),
-        ("--val-image-size 96", 64, 96, None),
+    for name in ("best.pt", "snapshot_previous.pt"):
+        torch.save({"preprocessing": saved}, tmp_path / name)
+    (tmp_path / "snapshot.pt").write_bytes(b"damaged")
+    for file, words, size, crop, dtype in (
+        ("best.pt", "", 64, 64, None),
+        ("best.pt", "--image-size 224", 224, 224, torch.bfloat16),
+        ("best.pt", "--val-image-size 96", 64, 96, None),
+        ("snapshot.pt", "", 64, 64, None),
     ):
-        line = ("-e", "--resume", tmp_path / "best.pt", *words.split(), folder)
+        line = ("-e", "--resume", tmp_path / file, *words.split(), folder)
         options, world = Options(**parse("imagenet_nd", *line)), World(torch.device("cpu"))
         args = loop.with_checkpoint_sizes(options, world)
         how = args.preprocessing

@@ -170,6 +170,28 @@ def test_the_line_of_an_epoch(logged):
         "Epoch 2/3  train: loss 1.5000 top-1 10.00 top-5 20.00  val: loss 1.235e+08 top-1 30.00 "
         "top-5 40.00 ema 50.00  lr 0.01  60.0 images/s  left 0:01:00"
     ]
+    record["Throughput/train"] = math.nan  # resumed after the last step
+    Run.epoch(mock.MagicMock(args=Options(epochs=3)), record, "")
+    assert logged[1].endswith(" ema 50.00  lr 0.01")
+
+
+def test_the_last_line_and_the_summary_of_averaged_weights(logged):
+    """The lowest loss is that of either model, and the best model may be the plain one."""
+    history = [
+        {"epoch": 1, "Loss/val": 2.0, "Loss/ema": 1.5, "Throughput/train": 60.0},
+        {"epoch": 2, "Loss/val": 1.75, "Loss/ema": 3.0, "Throughput/train": 80.0},
+    ]
+    session = mock.MagicMock(world=World(torch.device("cpu")))
+    session.state = replace(trained(), history=history, elapsed=3723.0, ema=mock.Mock())
+    for averaged, words in ((1, "epoch 1, averaged weights"), (0, "epoch 1")):
+        session.state.best = {"epoch": 1, "top1": 50.0, "loss": 1.5, "ema": averaged}
+        report.end(session, Reason.EPOCHS, pauses=(0.1, 0.5, 0.2))
+        results = session.run.finish.call_args.args[0]
+        assert results["best_weights"] == ("ema" if averaged else "model")
+        assert (results["lowest_val_loss"], results["snapshot_pause_seconds"]) == (1.5, 0.5)
+        assert logged[-1] == (
+            f"Training time 1:02:03, best top-1 50.00 % ({words}), 80.0 images/s: all epochs done"
+        )
 
 
 def test_values_that_are_missing_are_null_in_the_summary_and_no_points(tmp_path):
@@ -200,7 +222,7 @@ def test_the_best_model_is_plain_torchvision_and_as_good_as_the_summary_says(ran
     """On val/, and on test/, which is evaluated once, at the end."""
     results, best = ran.summary, snapshot(ran.folder, "best.pt")
     get_model(TORCHVISION_MODEL[1], num_classes=3).load_state_dict(snapshot(ran.folder)["model"])
-    for key in ("epoch", "top1", "top5"):
+    for key in ("epoch", "top1", "top5", "loss"):
         assert best[key] == results[f"best_{key}"]
     best_loss = dict(ran.curves["Loss/val"])[results["best_epoch"]]
     parts = (

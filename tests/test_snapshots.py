@@ -221,6 +221,9 @@ def test_a_damaged_snapshot_gives_way_to_the_one_before(run):
     folder, again = run
     shutil.copy(folder / SNAPSHOT, folder / PREVIOUS)
     flip_a_weight(folder / SNAPSHOT)
+    before = sorted(folder.iterdir())
+    assert snapshots.read_whole(folder / SNAPSHOT)[0] == folder / PREVIOUS
+    assert sorted(folder.iterdir()) == before, "an evaluation leaves the run as it is"
     done = again("auto")
     assert done.code == 0, done.err
     assert f"resumed from {folder / PREVIOUS}: epoch 2" in done.out
