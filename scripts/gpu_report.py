@@ -48,7 +48,7 @@ class Part(NamedTuple):
 
     ``seconds``: time limit. ``gpus``: the number of GPUs that it needs. ``few``: options that make
     it less work, for --device cpu, and for a second attempt after the time limit. ``needs`` and
-    ``makes``: folders in --out that it reads and writes.
+    ``makes``: folders in `FILES` that it reads and writes.
     """
 
     title: str
@@ -60,6 +60,7 @@ class Part(NamedTuple):
     makes: str = ""
 
 
+FILES = "gpu_report_files"  # folder in --out, which may be a folder of the user with runs/
 CASES = "--rounds 1 --cases examples+{half}+channels_last,torchvision+{half},nd+{half},ddp+{half}"
 CASES += ",fsdp+{half},O2,nd+bf16,examples+off,nd+off,nd+{half}+compile"
 GPU_TESTS = "tests/test_cuda.py tests/test_real_apex.py -p no:cacheprovider"
@@ -133,11 +134,11 @@ def main() -> int:
         if not torch.cuda.is_available():
             raise UserError("there is no GPU here: --device cpu tests the report without one")
     out, gpus = args.out.resolve(), 0 if small else torch.cuda.device_count()
-    out.mkdir(parents=True, exist_ok=True)
+    (out / FILES).mkdir(parents=True, exist_ok=True)
     names = {
         "model": "-a resnet18 -b 4 --image-size 32" if small else "-a resnet50 -b 256",
         "half": "bf16" if small else "fp16",
-        "out": str(out),
+        "out": str(out / FILES),
         "gpus": str(gpus),
         "input": "" if photographs.find() else "{out}/sample",
         "workers": str(usable_cores()),

@@ -242,13 +242,14 @@ def test_sleeping_nodes_send_what_the_model_would(capsys):
 def test_the_parts_after_one_that_fails_are_run(monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     out = tmp_path / "out"
-    (tmp_path / "late.py").write_text(
-        f"import os, time; os.mkdir('{out}/made'); time.sleep(1000)"  # makes half of it
-    )
+    own = out / "made/own"  # a user's, in a folder of the name that a part makes
+    own.mkdir(parents=True)
+    late = tmp_path / "late.py"  # makes half of it
+    late.write_text("import os, sys, time; os.mkdir(sys.argv[1]); time.sleep(1000)")
     parts = {
         Part("One", "-c print('well')", 100): (r"`python -c print\('well'\)` \(", "\nwell\n"),
         Part("Two", "-c exit('no_kernel')", 100): (r"\*\*Failed:", "exit code 1: no_kernel"),
-        Part("Three", f"{tmp_path}/late.py", 6, makes="made"): ("Left out: ", "longer than 6 s"),
+        Part("Three", f"{late} {{out}}/made", 6, makes="made"): ("Left out: ", "longer than 6 s"),
         Part("Four", "-c print(1)", 100, needs="made"): ("Left out: ", "made is missing"),
         Part("Five", "-c print(1)", 100, gpus=2): ("Left out: it needs 2 GPUs", "machine has 0"),
         Part("Six", "-c exit(75)", 100): ("Left out: ", "exit code 75"),
@@ -271,6 +272,7 @@ def test_the_parts_after_one_that_fails_are_run(monkeypatch, tmp_path):
     code, (section,) = report("--minutes", "0.01")
     assert code == 0
     assert "Left out: no time was left" in section
+    assert own.is_dir()
 
 
 def test_a_part_that_is_too_slow_gets_less_work(tmp_path):
