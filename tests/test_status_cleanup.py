@@ -135,6 +135,11 @@ def test_a_rank_that_waits_for_its_images_is_a_straggler():
     ranks = [rank | {"rank": n, "data_seconds": x} for n, x in enumerate((0.0, 0.9))]
     *_, first, second = status.describe([("here", ranks)])
     assert ["straggler" in line for line in (first, second)] == [False, True]
+    # Each host may have a run of its own in a folder of the same name.
+    alone = rank | {"rank": 0, "size": 1, "data_seconds": 0.0}
+    *_, run, _, first, again, _, second = status.describe([("a", [alone]), ("b", [alone])])
+    assert run == again == "\n/r (a, ddp)"
+    assert [line.split()[:2] for line in (first, second)] == [["0", "a"], ["0", "b"]]
     assert [status.ago(seconds) for seconds in (119, 300, 9000)] == ["119 s", "5 min", "2.5 h"]
 
 

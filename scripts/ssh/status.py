@@ -97,8 +97,12 @@ def describe(answers):
         ranks = f"{len(answer)} rank{'s' * (len(answer) > 1)}" if answer else "no runs"
         yield f"{name}: {ranks}"
         for rank in answer:
-            runs.setdefault((rank["run"], rank["size"]), {})[rank["rank"]] = dict(rank, node=name)
-    for (folder, size), ranks in sorted(runs.items()):
+            number = 0  # hosts may have different runs in folders of the same name
+            while rank["rank"] in runs.get((rank["run"], rank["size"], number), ()):
+                number += 1
+            ranks = runs.setdefault((rank["run"], rank["size"], number), {})
+            ranks[rank["rank"]] = dict(rank, node=name)
+    for (folder, size, _), ranks in sorted(runs.items()):
         first = ranks[min(ranks)]
         yield f"\n{folder} ({first['arch']}, {first['mode']})"
         if 0 in ranks and "disk" in first:
