@@ -133,8 +133,8 @@ def test_from_files_the_cost_of_few_images_is_subtracted(monkeypatch, folder, tm
     clock = [0.0]
 
     def run(words, args, place):
-        assert words[0] == "train"
-        seconds = 2 + 0.1 * len(list((Path(words[1]) / "train").rglob("*.JPEG")))
+        assert words[:2] == ["python", str(tmp_path / "peer/train.py")]  # it runs elsewhere
+        seconds = 2 + 0.1 * len(list((Path(words[2]) / "train").rglob("*.JPEG")))
         clock.append(clock[-1] + seconds + (1000 if len(clock) == 1 else 0))
 
     monkeypatch.setattr(bench_step, "run", run)
@@ -142,9 +142,11 @@ def test_from_files_the_cost_of_few_images_is_subtracted(monkeypatch, folder, tm
     monkeypatch.setattr(bench_step.rounds, "cpu_seconds", lambda: clock[-1] / 2)
     args = options("--data", str(folder), "--few", "8", "--more", "100")
     folders = bench_step.link_images(args, tmp_path)
-    figures = bench_step.difference(
-        "slow", {"slow": "train {data}"}, args, folders, tmp_path / "runs"
-    )
+    (tmp_path / "peer").mkdir()
+    (tmp_path / "peer/train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    peers = {"slow": "python peer/train.py {data}"}
+    figures = bench_step.difference("slow", peers, args, folders, tmp_path / "runs")
     expected = {"cpu_ms_per_image": 50, "images_per_s": 10, "ms_per_step": 400}
     assert figures == pytest.approx(expected)
 
