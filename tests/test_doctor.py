@@ -147,13 +147,18 @@ def test_the_speed_of_links_and_what_it_means_for_a_step(nodes, folder):
 
 
 def test_what_a_gpu_trains_and_the_disk_that_a_run_needs(monkeypatch):
-    """A T4: 400 images/s of ResNet-50, with a quarter of the pixels four times as many."""
+    """A T4: 400 images/s of ResNet-50, with a quarter of the pixels four times as many.
+
+    EfficientNet-B7's published 37.7 GFLOPS are of images of 600 pixels."""
     options = {"need": None, "arch": "resnet50", "image_size": 112}
     rate = one_node.images_per_gpu(argparse.Namespace(**options), ["Tesla T4"])
     assert rate == pytest.approx(1600, rel=0.01)
     options |= {"image_size": 224, "arch": "vgg19"}
     rate = one_node.images_per_gpu(argparse.Namespace(**options), ["Tesla T4"])
     assert rate == pytest.approx(400 * 4.09 / 19.63, rel=0.01)
+    options |= {"image_size": 600, "arch": "efficientnet_b7"}
+    rate = one_node.images_per_gpu(argparse.Namespace(**options), ["Tesla T4"])
+    assert rate == pytest.approx(400 * 4.09 / 37.75, rel=0.01)
     monkeypatch.setattr(one_node.preflight, "interface_towards", lambda _: None)
     for free, levels in ((4e9, [WARNING, None]), (4e8, [ERROR, WARNING]), (6e9, [None, None])):
         usage = SimpleNamespace(free=free)

@@ -97,8 +97,10 @@ def images_per_gpu(args: argparse.Namespace, gpus: list[str]) -> float | None:
     if args.need or not known:
         return args.need
     with contextlib.suppress(ValueError, KeyError):  # a model of timm: unknown
-        operations = next(iter(get_model_weights(args.arch))).meta["_ops"]
-        return known[0] * RESNET50_GFLOPS / operations * (224 / args.image_size) ** 2
+        weights = next(iter(get_model_weights(args.arch)))
+        size = weights.transforms.keywords["crop_size"]  # of the images that need these operations
+        operations = weights.meta["_ops"] * (args.image_size / size) ** 2
+        return known[0] * RESNET50_GFLOPS / operations
     return None
 
 
