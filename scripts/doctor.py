@@ -31,7 +31,7 @@ from job import Job
 
 from utils.start import addresses, errors, launch, preflight
 from utils.start.errors import UserError
-from utils.start.option_types import count, from_environment, non_negative, port, positive
+from utils.start.option_types import count, from_environment, non_negative, number, port, positive
 
 
 def parse() -> argparse.Namespace:
@@ -48,7 +48,7 @@ def parse() -> argparse.Namespace:
     add("-b", "--batch-size", type=positive, default=128, metavar="N", help="images per process")
     add("--image-size", type=positive, default=224, metavar="PX", help="side of the crops")
     text = "images/s that one GPU trains, measured by bench_step.py; default: published figures"
-    add("--need", type=non_negative, metavar="IMAGES_PER_S", help=text)
+    add("--need", type=number(float, 0, 1e9, exclusive=True), metavar="IMAGES_PER_S", help=text)
     add("--output-dir", default="runs", metavar="DIR", help="where runs will be written")
     text = "how long to wait for the other nodes (60; with HOSTS_FILE 20)"
     add("--wait", type=non_negative, metavar="SECONDS", help=text)

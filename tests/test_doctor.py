@@ -184,12 +184,14 @@ def test_the_speeds_of_a_node_are_those_of_all_its_cores(monkeypatch, folder):
 
 def test_one_node_alone(folder):
     options = ("--need 1e9 --output-dir /proc", f"--data {folder}/none", "-a nosuch", "--nodes 2")
+    options += ("--need 0",)  # by which a time would be divided
     line = f"python scripts/doctor.py --data {folder} --image-size 32"
-    slow, missing, unknown, alone = shell(*(f"{line} {words}" for words in options))
-    assert [one.code for one in (slow, missing, unknown, alone)] == [2] * 4
+    done = slow, missing, unknown, alone, zero = shell(*(f"{line} {words}" for words in options))
+    assert [one.code for one in done] == [2] * 5
     reads, decodes, full = bad(slow)
     assert [line.split()[4] for line in (reads, decodes)] == ["reads", "decodes"]
     assert re.match("✗ .* only 0.0 GB of disk are free at /proc", full)
     assert "none/train" in bad(missing)[-1]
     assert "unknown arch 'nosuch'" in bad(unknown)[0]
     assert alone.sentence.endswith("IP address of node 0")
+    assert "argument --need: 0 is not more than 0" in zero.sentence
