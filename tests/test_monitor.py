@@ -181,6 +181,10 @@ REASONS = [
         [rank(communication=0.2)] * 2, slowdown.Exchange(548.0, 0.36, "fp16"),
         ["sent as fp16, take 0.36 s at 6.09 Gbit/s", "What helps: a larger -b"],
     ),
+    (  # a script without --comm
+        [rank(communication=0.58)] * 2, slowdown.Exchange(548.0, 0.72, None),
+        ["per step take 0.72 s at 6.09 Gbit/s", "What helps: a larger -b"],
+    ),
 ]  # fmt: skip
 
 
@@ -196,13 +200,16 @@ def exchange(rank, size):
     model.bias.requires_grad_(False)
     time.perf_counter = itertools.count().__next__  # so an exchange takes a second
     world = SimpleNamespace(device=torch.device("cpu"), control=torch.distributed.group.WORLD)
-    args, state = SimpleNamespace(comm="int8"), SimpleNamespace(model=model)
-    made = slowdown.time_exchange(SimpleNamespace(args=args, state=state, world=world))
-    return made.mb, made.seconds
+    session = SimpleNamespace(state=SimpleNamespace(model=model), world=world)
+    made = []
+    for session.args in (SimpleNamespace(comm="int8"), SimpleNamespace(comm=None)):
+        made.append(slowdown.time_exchange(session))
+    return [(one.mb, one.seconds, one.comm) for one in made]
 
 
 def test_processes_measure_the_exchange_of_their_gradients():
-    assert in_processes(2, exchange) == [(1.0, slowdown.SENT["int8"])] * 2
+    made = [(1.0, slowdown.SENT["int8"], "int8"), (1.0, 1.0, None)]
+    assert in_processes(2, exchange) == [made] * 2
 
 
 def test_few_steps_or_seconds_are_no_reason_for_advice():

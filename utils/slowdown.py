@@ -28,12 +28,12 @@ class Exchange:
 
     mb: float
     seconds: float  # alone, without computation beside it
-    comm: str = "fp32"  # the method that the step uses
+    comm: str | None = "fp32"  # the method that the step uses; None: the script has no --comm
 
     @property
     def gbit(self) -> float:
         """Gradients per time, Gbit/s. A ring of N processes sends 2 (N - 1) / N times as much."""
-        return 8 * self.mb * SENT[self.comm] / 1000 / self.seconds
+        return 8 * self.mb * SENT[self.comm or "fp32"] / 1000 / self.seconds
 
 
 def time_exchange(session: Training) -> Exchange:
@@ -42,8 +42,9 @@ def time_exchange(session: Training) -> Exchange:
     total = sum(4 * weight.numel() for weight in weights)
     buffer = torch.zeros(min(total, MOST) // 4 or 1, device=session.world.device)
     took = [_seconds(buffer, session.world) for _ in range(3)]
-    comm = session.args.comm or "fp32"
-    return Exchange(total / 1e6, median(took) * total / buffer.nbytes * SENT[comm], comm)
+    comm = session.args.comm
+    seconds = median(took) * total / buffer.nbytes * SENT[comm or "fp32"]
+    return Exchange(total / 1e6, seconds, comm)
 
 
 def _seconds(buffer: torch.Tensor, world: World) -> float:
@@ -79,7 +80,7 @@ def explain(times: Sequence[dict[str, float]], exchange: Exchange) -> str | None
     if exposed <= LIMIT * step:
         return None
     size = f"gradients of {exchange.mb:.3g} MB per step"
-    how = "" if exchange.comm == "fp32" else f", sent as {exchange.comm},"
+    how = "" if exchange.comm in ("fp32", None) else f", sent as {exchange.comm},"
     text = (
         f"{size}{how} take {exchange.seconds:.3g} s at {exchange.gbit:.3g} Gbit/s; computation "
         f"hides a part, but {exposed:.3g} of the {step:.3g} s of a step remain"
