@@ -6,6 +6,8 @@ unset CDPATH POSIXLY_CORRECT GREP_OPTIONS GREP_COLOR PYTHONHOME PYTHONSAFEPATH P
 unset PIP_USER PIP_TARGET PIP_PREFIX PIP_ROOT shell
 export -n SHELLOPTS BASHOPTS # `set -e` is meant for these scripts, not for what they start
 
+[[ ${PYTHON:-} != [!/]*/* ]] || PYTHON=$PWD/$PYTHON # they run it in other folders
+
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 # show_help "$@": with --help, print the comment at the head of the script and exit.

@@ -134,9 +134,10 @@ def test_arguments_reach_the_training(tmp_path):
     (tmp_path / "python").chmod(0o755)
     env = {"PYTHON": f"{tmp_path}/python", "NPROC": "2", "MASTER_ADDR": HERE, "WORLD_SIZE": "2"}
     env |= {"ARCH": "vgg19", "DATA": "/d", "OMP_NUM_THREADS": "", "OMP_WAIT_POLICY": ""}
+    other = "PYTHON=./python SCRIPT=imagenet_nd.py"
     end = f"mine 8 -- -p 3 --tag 'two  words' --output-dir a '--output-dir={tmp_path}/my runs"
     results = shell(
-        f"SCRIPT=imagenet_nd.py bash {SCRIPTS}/one_node_train.sh 1 {end}/0'",
+        f"cd {tmp_path}; {other} bash {SCRIPTS}/one_node_train.sh 1 {end}/0'",
         f"bash {SCRIPTS}/one_node_train.sh 1 {end}/1' --recipe tiny",
         f"bash {SCRIPTS}/multi_node_train.sh 1 1 2 {end}/2'",
         f"MASTER_PORT={PORT} bash {SCRIPTS}/elastic_train.sh 1 1:2 {end}/3'",
