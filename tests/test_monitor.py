@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import scalars, summary, train
+from conftest import ROOT, scalars, summary, train
 from joined import in_processes
 from o2_cases import prepare
 from running import eventually
@@ -219,7 +219,8 @@ def test_few_steps_or_seconds_are_no_reason_for_advice():
         assert advice.is_enough(measured) == (steps == 60)
 
 
-DECODE, SHRINK, SHARDS = "build_region_decode.py", "shrink photos photos_small", "shards photos"
+DECODE, SHARDS = f"python {ROOT}/scripts/build_region_decode.py$", "shards 'my photos' 'my photos_s"
+SHRINK = f"python {ROOT}/scripts/prepare_data.py shrink 'my photos' 'my photos_small',"
 FASTER_INPUT = [  # seconds of reading, of all; bytes of a file; size in an archive; workers; name
     ((0.1, 1.0, 80_000, None, 1, "x.JPEG"), [DECODE, "-j 4 on this node", SHRINK]),
     ((0.1, 1.0, 20_000, None, 4, "x.jpg"), [DECODE]),
@@ -230,11 +231,15 @@ FASTER_INPUT = [  # seconds of reading, of all; bytes of a file; size in an arch
 
 
 @pytest.mark.parametrize(("run", "words"), FASTER_INPUT, ids=range(len(FASTER_INPUT)))
-def test_a_run_that_waits_for_images_gets_the_advice_that_fits(monkeypatch, logged, run, words):
+def test_a_run_that_waits_for_images_gets_the_advice_that_fits(
+    monkeypatch, tmp_path, logged, run, words
+):
+    """Its commands can be typed where the training was started."""
+    monkeypatch.chdir(tmp_path)
     reading, total, size, stored, workers, name = run
     monkeypatch.setattr(region_decode, "has_library", lambda: False)
     monkeypatch.setattr(advice, "usable_cores", lambda: 4)
-    session = mock.MagicMock(args=SimpleNamespace(workers=workers, data="photos/"))
+    session = mock.MagicMock(args=SimpleNamespace(workers=workers, data="my photos/"))
     session.train.reading = Reading(10, 10 * size, reading, total)
     source = session.train.bad.source
     source.path.return_value, source.stored.return_value = name, ("x", 0, stored)

@@ -89,6 +89,7 @@ def test_a_run_by_a_recipe(folder, tmp_path, recipe):
         ({}, 8192, []),
         ({}, 8193, [r"sgd is known .* batch of 8192 \(ResNet-50: Goyal", "0 epochs of warm"]),
         ({"lr": 3.2}, 16384, [r"linear rule: 6\.4\)", "--warmup-epochs 5 or more"]),
+        ({"warmup_epochs": 5.0}, 16384, ["5 epochs of warm-up: expect less accuracy$"]),
         ({"optimizer": "adamw"}, 100_000, []),
     ],
 )

@@ -2,10 +2,11 @@
 
 import logging
 import math
+from pathlib import Path
 
 import torch
 
-from utils.data import region_decode
+from utils.data import layouts, region_decode
 from utils.model import optim
 from utils.monitor import PARTS, StepTimes
 from utils.session import Session
@@ -18,6 +19,7 @@ MIN_STEPS, MIN_SECONDS = 50, 20.0
 BUSY = 95.0  # per cent; a GPU that is less busy could do more work
 SGD_HOLDS_TO = 8192  # the largest global batch at which SGD kept its accuracy in Goyal et al. 2017
 REFERENCE_LR = 0.1  # for a global batch of optim.REFERENCE_BATCH, from the same paper
+WARMUP = 5  # epochs, from the same paper
 PLAIN_LR = 0.01  # with which AlexNet (2012), VGG (arXiv:1409.1556) were trained
 LARGE_FILE = 50_000  # bytes; ImageNet's files average 110,000, or 27,000 when shrunk to 256 pixels
 
@@ -36,8 +38,8 @@ def batch_warnings(args: Options, global_batch: int, lr: float) -> list[str]:
             f"{args.optimizer} is known to keep its accuracy up to a global batch of "
             f"{SGD_HOLDS_TO} (ResNet-50: Goyal et al. 2017, arXiv:1706.02677); this is "
             f"{global_batch}, with lr {lr:.3g} (linear rule: {linear:.3g}) and "
-            f"{args.warmup_epochs:g} epochs of warm-up: expect less accuracy, and use "
-            "--warmup-epochs 5 or more"
+            f"{args.warmup_epochs:g} epochs of warm-up: expect less accuracy"
+            + (", and use --warmup-epochs 5 or more" if args.warmup_epochs < WARMUP else "")
         )
     return warnings
 
@@ -79,14 +81,14 @@ def bottleneck(session: Session, record: dict[str, float]) -> None:
     if busy < BUSY and max(waiting, communication) <= LIMIT:
         log.info(
             f"note: a GPU is {busy:.0f} % busy (median), not {BUSY:.0f} % or more: kernels are too "
-            "short for the host that starts them: raise -b, try --amp or --compile"
+            "short for the host that starts them: a larger -b makes them longer"
         )
 
 
 def _faster_input(session: Session) -> list[str]:
     """Suggestions for a run that waits for images."""
     reading, source = session.train.reading, session.train.bad.source
-    data, prepare = session.args.data.rstrip("/"), "python scripts/prepare_data.py"
+    data = Path(session.args.data)
     cores = usable_cores()
     read_share = reading.read_seconds / max(reading.seconds, 1e-9)
     is_jpeg = source.path(0).lower().endswith((".jpg", ".jpeg"))
@@ -99,13 +101,19 @@ def _faster_input(session: Session) -> list[str]:
         )
         if source.stored(0)[2] is None:  # one file per image
             advice.append(
-                f"few large files, which need fewer round trips: {prepare} shards {data} "
-                f"{data}_shards, then train on that"
+                "few large files, which need fewer round trips: "
+                f"{_copy('shards', data, 'shards')}, then train on that"
             )
     elif is_jpeg and not region_decode.has_library():
-        advice.append("faster decoding, on each node: python scripts/build_region_decode.py")
+        command = layouts.command("build_region_decode.py")
+        advice.append(f"faster decoding, on each node: {command}")
     if session.args.workers < cores:
         advice.append(f"more workers: -j {cores} on this node")
     if reading.bytes > LARGE_FILE * reading.files:
-        advice.append(f"smaller files: {prepare} shrink {data} {data}_small, then train on that")
+        advice.append(f"smaller files: {_copy('shrink', data, 'small')}, then train on that")
     return advice or ["a machine with more cores for each GPU"]
+
+
+def _copy(action: str, data: Path, ending: str) -> str:
+    """The command that makes another copy of ``data``, beside it."""
+    return layouts.command("prepare_data.py", action, data, layouts.beside(data, ending))

@@ -92,13 +92,21 @@ def split_advice(data: Path) -> str | None:
         what = f"images and the table {table.name}, but no class folders"
     else:
         return None
-    line = shlex.join(["python", _script(), "split", str(data), "--val", "0.2"])
+    line = command("prepare_data.py", "split", data, "--val", "0.2")
     return f"{data} has {what}: run `{line}`"
 
 
-def _script() -> str:
-    script = ROOT / "scripts" / "prepare_data.py"
-    return str(script.relative_to(ROOT) if Path.cwd() == ROOT else script)
+def command(script: str, *words: str | Path) -> str:
+    """The command line that runs a script of scripts/, to be typed in the current folder."""
+    path = ROOT / "scripts" / script
+    path = path.relative_to(ROOT) if Path.cwd() == ROOT else path
+    return shlex.join(["python", str(path), *map(str, words)])
+
+
+def beside(data: Path, ending: str) -> Path:
+    """The folder DATA_ENDING."""
+    data = data if data.name not in ("", "..") else data.resolve()
+    return data.with_name(f"{data.name}_{ending}")
 
 
 def advice(data: Path) -> str | None:
@@ -107,11 +115,9 @@ def advice(data: Path) -> str | None:
     is_parquet = any(data.glob("*.parquet")) or any(data.glob("data/*.parquet"))
     if not (layout or is_parquet):
         return split_advice(data)
-    data = data if data.name not in ("", "..") else data.resolve()
-    out = data.with_name(f"{data.name}_{'folders' if layout else 'shards'}")
-    words = ["imagenet", str(out), "--source", str(data)]
-    words = words if layout else ["parquet", str(data), str(out)]
-    line, first = shlex.join(["python", _script(), *words]), ""
+    out = beside(data, "folders" if layout else "shards")
+    words = ("imagenet", out, "--source", data) if layout else ("parquet", data, out)
+    line, first = command("prepare_data.py", *words), ""
     if layout and layout.flat and not layout.labels:
         names = "LOC_val_solution.csv or ILSVRC2012_devkit_t12.tar.gz"
         first = f"put {names} (the class of each image) into {data}, then "
