@@ -330,7 +330,7 @@ def test_tar_files(tmp_path, capsys):
         source.read(1)
 
 
-def test_places_and_parts_that_cannot_be(tmp_path, capsys, parse):
+def test_places_and_parts_that_cannot_be(tmp_path, capsys, parse, monkeypatch):
     for place in ("train/.a/x.jpg", "train/a/.x.jpg", ".train/a/x.jpg"):
         said = refused(lambda place=place: check_place(tmp_path, place), capsys)
         assert said.endswith("in the source is a hidden file, which training would ignore")
@@ -346,8 +346,12 @@ def test_places_and_parts_that_cannot_be(tmp_path, capsys, parse):
     loaders = SimpleNamespace(val=None, test=None)
     said = refused(lambda: show_images.evaluated(loaders, "test"), capsys)
     assert said == "DATA/test is missing, or no part that is evaluated"
-    said = refused(lambda: parse("imagenet_nd", "--name", "x", "--resume", tmp_path), capsys)
-    assert f"--resume read {tmp_path} as its FILE; use --resume auto {tmp_path}" in said
+    (photos := tmp_path / "my photos").mkdir()
+    said = refused(lambda: parse("imagenet_nd", "--name", "x", "--resume", photos), capsys)
+    assert f"--resume read {photos} as its FILE; use --resume auto '{photos}'" in said
+    monkeypatch.chdir(tmp_path)
+    said = refused(lambda: parse("imagenet_nd", "nowhere"), capsys)
+    assert said.endswith(f": python {ROOT}/scripts/prepare_data.py sample data/sample")
     with tarfile.open(tmp_path / devkit.DEVKIT, "w:gz") as tar:
         member = tarfile.TarInfo(f"ILSVRC2012_devkit_t12/{devkit.TRUTH}")
         tar.addfile(member, io.BytesIO(b""))

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 
 import pytest
-from conftest import ROOT, shell
+from conftest import shell
 from preparing import SCRIPT, fail, images, put, succeed, tree
 from running import Running
 
@@ -159,8 +159,9 @@ def test_ones_own_images_are_divided_and_put_back(tmp_path, layout):
     assert "was not split" in fail("split", data, "--undo")
 
 
-def test_files_that_are_not_read_are_counted_and_the_hint_works_as_printed(tmp_path):
-    """A camera's HEIC files, a single class, and a name with a space."""
+def test_files_that_are_not_read_are_counted_and_the_hint_works_as_printed(tmp_path, monkeypatch):
+    """A camera's HEIC files, a single class, a name with a space, and another current folder."""
+    monkeypatch.chdir(tmp_path)
     data = put(tmp_path / "my photos", {f"dog/{i}.jpg": b"%d" % i for i in range(10)})
     put(data, {"cat/1.HEIC": b"x", "cat/2.heic": b"x", "cat/@eaDir/3.heic": b"x"})
     message = fail("split", data, "--val", 0.2)
@@ -169,7 +170,7 @@ def test_files_that_are_not_read_are_counted_and_the_hint_works_as_printed(tmp_p
     out = succeed("split", data, "--val", 0.2)
     assert "note: left in place, as they are not images that training reads: 2 .heic" in out
     (hint,) = re.findall("`(python .*)`", out)
-    (undone,) = shell(hint)
+    (undone,) = shell(f"cd {tmp_path} && {hint}")
     assert (undone.code, tree(data)) == (0, before), undone
 
 
@@ -210,8 +211,7 @@ def test_images_of_another_data_set_are_not_moved(tmp_path, monkeypatch, linked)
     monkeypatch.chdir(data)
     proposed = re.search("`(.*)`", fail("split", ".", "--val", 0.2))
     assert tree(tmp_path) == before
-    monkeypatch.chdir(ROOT)
-    (made,) = shell(proposed[1])
+    (made,) = shell(f"cd '{data}' && {proposed[1]}")
     assert made.code == 0, made.err
     succeed("split", f"{data}_copy", "--val", 0.1)
     assert before.items() <= tree(tmp_path).items()

@@ -6,6 +6,7 @@ imports torch at its top, so that ``--help`` and wrong options are answered at o
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import utils.data.options
 import utils.model.options
 import utils.run.options
-from utils.data import opening, preprocessing, progressive
+from utils.data import layouts, opening, preprocessing, progressive
 from utils.run import recipes
 from utils.start import errors, launch
 from utils.start import option_types as types
@@ -124,9 +125,11 @@ def _contradictions(args: argparse.Namespace, local: bool) -> Iterator[str]:
         text = "needs float32: --opt-level O2 keeps float32 masters, O3 does not"
         yield f"--optimizer {args.optimizer} {text}"
     if local and not args.dummy and not os.path.isdir(args.data):
-        text = "give DATA, or make a sample: python scripts/prepare_data.py sample data/sample"
+        sample = layouts.command("prepare_data.py", "sample", "data/sample")
+        text = f"give DATA, or make a sample: {sample}"
         if _is_folder(args.resume):
-            text = f"--resume read {args.resume} as its FILE; use --resume auto {args.resume}"
+            use = shlex.join(["--resume", "auto", args.resume])
+            text = f"--resume read {args.resume} as its FILE; use {use}"
         yield f"data folder {args.data} is missing: {text}"
     if args.warmup_epochs and args.warmup_epochs > args.epochs:
         yield f"--warmup-epochs {args.warmup_epochs:g} is longer than --epochs {args.epochs}"

@@ -102,7 +102,7 @@ def _split(data: Path, args: argparse.Namespace) -> None:
         (data / MARKER).unlink(missing_ok=True)
     numbers = ", ".join(f"{part} {count} images" for part, count in counts.items())
     if any(wanted.values()):
-        undo = f"python scripts/prepare_data.py split {shlex.quote(str(data))} --undo"
+        undo = layouts.command("prepare_data.py", "split", data, "--undo")
         numbers += f"; `{undo}` moves them back"
     print(f"{data}: {numbers}")
     if left := _not_images(data):
@@ -237,13 +237,13 @@ def _images(data: Path, part: str) -> dict[str, list[str]]:
 
 
 def _foreign(data: Path, link: Path) -> UserError:
-    whole = Path(os.path.abspath(data))  # "." has no name
-    out = whole.with_name(f"{whole.name}_copy")
-    words = ["cp", "-rlL", str(whole), str(out)]
+    whole = Path(os.path.abspath(data))  # from any folder
+    out = layouts.beside(whole, "copy")
+    line = shlex.join(["cp", "-rlL", str(whole), str(out)])
     if link.is_relative_to(data / "train"):  # which works on two file systems, too
-        words = ["python", "scripts/prepare_data.py", "imagenet", str(out), "--source", str(whole)]
+        line = layouts.command("prepare_data.py", "imagenet", out, "--source", whole)
     text = f"{link} is a link, so its images belong to another folder: make one of hard links with"
-    return UserError(f"{text} `{shlex.join(words)}`, and split that")
+    return UserError(f"{text} `{line}`, and split that")
 
 
 def _into_train(data: Path, state: dict[str, Any]) -> dict[str, str]:
