@@ -210,7 +210,7 @@ def test_loaders_of_a_folder(folder, tmp_path):
     build(folder, "--accum-steps", "30")
     with pytest.raises(UserError, match="60 training images are too few"):
         build(folder, "--accum-steps", "31")
-    with pytest.raises(UserError, match="choose an even -b"):
+    with pytest.raises(UserError, match="has a multiple of 4 images"):
         build(folder, "-b", "5", "--mixup", "0.2", rank=1, size=2)
     (tmp_path / "val").symlink_to(folder / "val")  # without training images
     shutil.copytree(folder / "val", tmp_path / "test")

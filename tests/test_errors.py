@@ -113,7 +113,7 @@ def test_an_error_is_one_line(folder, tmp_path):
     done = joined.command("imagenet_ddp", *line, "--dist-timeout", 9, "--epoch", 1, folder)
     done.fails_with("--epoch: did you mean --epochs?")
     assert not done.out, "it waited for another node first"
-    words = ("this machine is out of memory", "bytes", "--accum")
+    words = ("this machine is out of memory", "bytes", "--global-batch")
     large = ("-b", 1000000, "--image-size", 10000)  # a batch of 1.2 PB
     joined.command("scripts/bench/time_step", "imagenet_nd", *TINY, *large).fails_with(*words)
     attempt("--dummy", *large, "--output-dir", tmp_path).fails_with("no memory for", "a smaller -b")

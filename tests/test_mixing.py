@@ -85,7 +85,7 @@ def test_the_same_images_are_mixed_on_any_number_of_ranks(images, batch, ranks, 
 def test_ranks_that_separate_pairs_are_rejected_where_images_are_mixed(ranks, accum, batch):
     sampler = TrainSampler(40, batch, (0, ranks), accum, seed=0)
     for alphas in ((0.0, 1.0), (0.4, 0.0)):
-        with pytest.raises(UserError, match="choose an even -b"):
+        with pytest.raises(UserError, match=f"a multiple of {2 * ranks * accum} images"):
             mixing.build(alphas, sampler, CLASSES)
 
 

@@ -179,11 +179,11 @@ REASONS = [
     ),
     (
         [rank(communication=0.2)] * 2, slowdown.Exchange(548.0, 0.36, "fp16"),
-        ["sent as fp16, take 0.36 s at 6.09 Gbit/s", "What helps: a larger -b"],
+        ["sent as fp16, take 0.36 s at 6.09 Gbit/s", "What helps: more images per step (-b"],
     ),
     (  # a script without --comm
         [rank(communication=0.58)] * 2, slowdown.Exchange(548.0, 0.72, None),
-        ["per step take 0.72 s at 6.09 Gbit/s", "What helps: a larger -b"],
+        ["per step take 0.72 s at 6.09 Gbit/s", "What helps: more images per step (-b"],
     ),
 ]  # fmt: skip
 

@@ -85,7 +85,7 @@ def explain(times: Sequence[dict[str, float]], exchange: Exchange) -> str | None
         f"{size}{how} take {exchange.seconds:.3g} s at {exchange.gbit:.3g} Gbit/s; computation "
         f"hides a part, but {exposed:.3g} of the {step:.3g} s of a step remain"
     )
-    helps = ["a larger -b or --accum-steps, which exchange less often"]
+    helps = ["more images per step (-b, --accum-steps or --global-batch): fewer exchanges"]
     if exchange.comm == "fp32":
         saved = min(exposed, exchange.seconds * (1 - SENT["fp16"]))
         helps.insert(0, f"--comm fp16, which saves about {saved:.2g} s per step")

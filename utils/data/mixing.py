@@ -40,8 +40,9 @@ def build(alphas: tuple[float, float], sampler: TrainSampler, classes: int) -> M
     parts = sampler.num_replicas * sampler.accum
     if any((part * sampler.global_batch // parts) % 2 for part in range(parts)):
         raise UserError(
-            f"--mixup and --cutmix blend pairs of images, and a global batch of "
-            f"{sampler.global_batch} in {parts} parts separates some pairs: choose an even -b",
+            f"--mixup and --cutmix blend pairs of images, and {sampler.global_batch} images per "
+            f"step in {parts} parts separate some pairs: choose -b or --global-batch so that a "
+            f"step has a multiple of {2 * parts} images",
             on_every_rank=True,
         )
 

@@ -77,8 +77,8 @@ def explain(error: BaseException) -> UserError | None:
     if attempt and re.search(r"out of memory|can't allocate memory", text):
         place = "the GPU" if "CUDA" in text else "this machine"
         return UserError(
-            f"{place} is out of memory, at an attempt to allocate {attempt[1]}: use a smaller -b, "
-            "with --accum-steps to keep the global batch"
+            f"{place} is out of memory, at an attempt to allocate {attempt[1]}: use a smaller -b; "
+            "--global-batch keeps the number of images per step"
         )
     return None
 
