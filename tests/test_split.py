@@ -14,7 +14,7 @@ from preparing import SCRIPT, fail, images, put, succeed, tree
 from running import Running
 
 from utils.data import layouts
-from utils.data.opening import check_same_classes, class_folders
+from utils.data.opening import check_parts, check_same_classes, class_folders
 from utils.start.errors import UserError
 
 
@@ -172,6 +172,30 @@ def test_files_that_are_not_read_are_counted_and_the_hint_works_as_printed(tmp_p
     (hint,) = re.findall("`(python .*)`", out)
     (undone,) = shell(f"cd {tmp_path} && {hint}")
     assert (undone.code, tree(data)) == (0, before), undone
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ("train valid test", "parts of other names"),
+        ("Training validation Testing", "parts of other names"),
+        ("up/train up/val up/test", "up has train/ and val/: give that folder"),
+        ("up", "up has 2 class folders: give that folder"),
+    ],
+)
+def test_parts_elsewhere_are_neither_classes_nor_made_again(tmp_path, names, words):
+    """As Roboflow and Kaggle name them, or as an archive holds them; the hint works as printed."""
+    data = tmp_path / "my photos"
+    put(data, {f"{part}/{c}/1.jpg": b"1" for part in names.split() for c in ("cat", "dog")})
+    before = tree(data)
+    with pytest.raises(UserError, match=words) as error:
+        check_parts(data, ("train", "val"))
+    assert words in fail("split", data, "--val", 0.2)
+    assert tree(data) == before
+    if command := re.search("`(.*)`", str(error.value)):
+        assert shell(command[1])[0].code == 0
+    if names != "up":
+        check_parts(data if command else data / "up", ("train", "val", "test"))
 
 
 def test_a_class_that_comes_later_is_divided_too(tmp_path):

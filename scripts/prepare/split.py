@@ -151,6 +151,8 @@ def _read_marker(data: Path) -> dict[str, Any]:
 def _describe(data: Path, table: Path | None) -> dict[str, Any]:
     """The layout of a folder that was not split before. Raises: `UserError`."""
     train = data / "train"
+    if not table and (found := layouts.misplaced(data)):
+        raise UserError(found)
     if table or not train.is_dir() or not class_names(train):
         if table is None:
             classes = [] if train.is_dir() else layouts.classes_at_top(data)

@@ -15,6 +15,12 @@ from utils.data.sources import SUFFIXES, is_hidden
 
 ROOT = Path(__file__).resolve().parents[2]
 KAGGLE = "ILSVRC/Data/CLS-LOC"
+# How other programs name the parts of a data set, in lower case.
+NAMES = {
+    "train": ("train", "training"),
+    "val": ("val", "valid", "validation", "dev"),
+    "test": ("test", "testing"),
+}
 
 
 class Layout(NamedTuple):
@@ -81,9 +87,35 @@ def label_table(data: Path) -> Path | None:
     return tables[0] if len(tables) == 1 else None
 
 
+def misplaced(data: Path) -> str | None:
+    """A clause about parts that ``data`` has in another folder, as an archive has them, or under
+    other names, such as Training/ and valid/, with the commands that rename them; None without.
+
+    A part has class folders, other than a class that has such a name.
+    """
+    folders = [data / name for name in class_names(data)]
+    whole = [one for one in folders if (one / "train").is_dir() and (one / "val").is_dir()]
+    if len(whole) == 1 and not (data / "train").exists():
+        return f"{whole[0]} has train/ and val/: give that folder"
+    theirs = {}
+    for part, names in NAMES.items():
+        for folder in [] if (data / part).exists() else folders:
+            if folder.name.lower() in names and classes_at_top(folder, least=1):
+                theirs[data / part] = folder
+    if {data / "train", data / "val"} & theirs.keys():
+        lines = [shlex.join(["mv", str(folder), str(part)]) for part, folder in theirs.items()]
+        return f"{data} has parts of other names: run `{' && '.join(lines)}`"
+    one = folders[0] if len(folders) == 1 and folders[0].name not in NAMES else None
+    if one and (classes := classes_at_top(one)):
+        return f"{one} has {len(classes)} class folders: give that folder"
+    return None
+
+
 def split_advice(data: Path) -> str | None:
     """A clause with the command that divides a folder of one's own images; None if it has none."""
     train = data / "train"
+    if found := misplaced(data):
+        return found
     if not train.is_dir() and (classes := classes_at_top(data)):
         what = f"{len(classes)} class folders, but neither train/ nor val/"
     elif train.is_dir() and class_names(train) and not (data / "val").exists():
