@@ -191,6 +191,7 @@ def test_parts_elsewhere_are_neither_classes_nor_made_again(tmp_path, names, wor
     with pytest.raises(UserError, match=words) as error:
         check_parts(data, ("train", "val"))
     assert words in fail("split", data, "--val", 0.2)
+    assert words in fail("shards", data, tmp_path / "shards")
     assert tree(data) == before
     if command := re.search("`(.*)`", str(error.value)):
         assert shell(command[1])[0].code == 0

@@ -69,6 +69,9 @@ def open_images(data: Path, splits: Sequence[str] = SPLITS) -> dict[str, Images]
     print(f"listing the images in {data}", flush=True)
     layout = layouts.find(data)
     opened = {split: _open_split(data, layout, split) for split in splits}
+    lacks = any(opened.get(split, True) is None for split in ("train", "val"))
+    if lacks and layout is None and (found := layouts.misplaced(data)):
+        raise UserError(found)
     if not any(opened.values()):
         text = "has no images in train/CLASS/ or val/CLASS/, no tar files with images"
         raise UserError(f"{data} {text}, and no known layout of ImageNet")
