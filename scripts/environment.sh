@@ -6,6 +6,11 @@ unset CDPATH POSIXLY_CORRECT GREP_OPTIONS GREP_COLOR PYTHONHOME PYTHONSAFEPATH P
 unset PIP_USER PIP_TARGET PIP_PREFIX PIP_ROOT shell
 export -n SHELLOPTS BASHOPTS # `set -e` is meant for these scripts, not for what they start
 
+# Streams that the caller has closed (`ssh HOST 'COMMAND >&- 2>&- <&-'`): files would get their places.
+true 3>&2 || exec 2>/dev/null
+true 2>/dev/null 3>&1 || exec >/dev/null
+true 2>/dev/null 3<&0 || exec </dev/null
+
 [[ ${PYTHON:-} != [!/]*/* ]] || PYTHON=$PWD/$PYTHON # they run it in other folders
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

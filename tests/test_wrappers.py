@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -118,6 +119,25 @@ def test_exports_of_the_callers_shell_change_nothing(tmp_path, exports):
     listened.fails_with(f"{tmp_path}/none")
     assert (helped.code, helped.err) == (0, "")
     assert helped.out.startswith("usage: scaling_study.sh")
+
+
+def test_closed_streams_are_no_place_for_files(tmp_path):
+    """As over ssh, so that it returns at once: what is printed must not go into a user's files."""
+    (tmp_path / "python").write_text(SIMULATED)
+    (tmp_path / "python").chmod(0o755)
+    code = "from utils.start import launch; launch.prepare(); print(1); file = open('it', 'w'); "
+    code += "import os; [os.write(n, b'lost') for n in (1, 2)]; print(file.write('kept'))"
+    wrapper = f"{SCRIPTS}/one_node_train.sh 1 mine 8 -- --output-dir {tmp_path}/runs"
+    env = {"PYTHON": f"{tmp_path}/python", "SCRIPT": "imagenet_nd.py", "PYTHONPATH": str(ROOT)}
+    for done in shell(
+        f"cd {tmp_path}; exec {sys.executable} -c {shlex.quote(code)} <&- >&- 2>&-",
+        f"exec bash {wrapper} <&- >&- 2>&-",
+        **env,
+    ):
+        assert done.code == 0
+    assert (tmp_path / "it").read_text() == "kept"
+    log = tmp_path / "runs/mine/node0.log"
+    assert eventually(lambda: "--name mine" in log.read_text())  # tee may still write
 
 
 ELASTIC = f"--nnodes=1:2 --rdzv_backend=c10d --rdzv_id=mine --local_addr={HERE} "

@@ -225,6 +225,7 @@ def prepare(training: str = "") -> None:
             sys.exit(errors.report(known))
 
     sys.excepthook = report
+    _replace_closed_streams()
     _raise_file_limit()
     for option, (kind, least) in LIMITS.items():
         if 0 <= resource.getrlimit(kind)[0] < least:  # -1: no limit
@@ -253,6 +254,19 @@ def print_first_line(file: TextIO | None = None) -> None:
         if under_launcher and place[1] != "1":
             what += f" in {place[1]} processes"
         print(printable(f"{what}: loading PyTorch"), file=file, flush=True)
+
+
+def _replace_closed_streams() -> None:
+    """Open /dev/null for each of stdin, stdout and stderr that is closed, as after ``>&- 2>&-``.
+
+    Python has None for it; and the next file, a snapshot perhaps, would get its number, so that
+    what a library prints would be written into it.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            handle = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            os.set_inheritable(handle, True)
+            setattr(sys, name, open(handle, mode, closefd=False))
 
 
 def _raise_file_limit() -> None:
