@@ -24,16 +24,16 @@ mkdir -p "$runs" || fail "cannot make the folder $runs"
 runs=$(cd "$runs" && pwd)
 ssh=(ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=10)
 
-# fetch ADDRESS NAME [PATH]: copy the event files below PATH, with rsync, or with tar if one of the
-# machines has no rsync.
+# fetch ADDRESS ADDRESS_FOR_RSYNC NAME [PATH]: copy the event files below PATH, with rsync, or with
+# tar if one of the machines has no rsync.
 fetch() {
-    local host=$1 target=$runs/hosts/$2 path=${3:-$root/runs} quoted there
+    local host=$1 target=$runs/hosts/$3 path=${4:-$root/runs} quoted there
     mkdir -p "$target"
     printf -v quoted '%q' "$path"
     there=$("${ssh[@]}" -n "$host" "cd $quoted && { command -v rsync || true; }") || return 1
     if [ -n "$there" ] && command -v rsync >/dev/null; then
         rsync -a -s --prune-empty-dirs -e "${ssh[*]}" --exclude='/hosts' --include='*/' \
-            --include='*tfevents*' --exclude='*' "$host:$path/" "$target/"
+            --include='*tfevents*' --exclude='*' "$2:$path/" "$target/"
     else
         "${ssh[@]}" -n "$host" "cd $quoted && find . -path ./hosts -prune -o -name '*tfevents*' \
             -type f -print0 | tar --null --files-from=- --create --gzip" |

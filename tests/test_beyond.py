@@ -87,8 +87,8 @@ def test_what_the_launcher_adds_to_a_command_and_what_it_copies(monkeypatch, tmp
     for part in ("scripts", ".venv-oldest/pyvenv.cfg", "my env/conda-meta"):
         (tmp_path / part).mkdir(parents=True)
     monkeypatch.setattr(launcher, "ROOT", tmp_path)
-    launcher.sync(options, launcher.Host("u@b"))
-    assert calls[1][-2:] == [f"{tmp_path}/", "u@b:code/"]
+    launcher.sync(options, launcher.Host("u@fe80::1"))
+    assert calls[1][-2:] == [f"{tmp_path}/", "u@[fe80::1]:code/"]
     left_out = {one.removeprefix("--exclude=") for one in calls[1] if one.startswith("--exclude")}
     always = {".git", ".venv", "__pycache__", "/runs", "/data", ".*_cache"}
     assert left_out == {"/.venv-oldest", "/my env"} | always
@@ -122,6 +122,10 @@ def test_each_node_gets_its_place_and_its_own_number_of_processes():
         words = [TORCHRUN, "--nnodes=2", *place, f"--nproc_per_node={2 + rank}", "train.py"]
         assert json.loads(order)["command"] == words
         assert json.loads(order)["environment"] == {"IMAGENET_ALL_UP": f"{rank} 2 10.0.0.0:7"}
+    for address, words in (("127.0.0.1", "other nodes cannot"), ("fe80::1", "nodes need IPv4")):
+        job.nodes[0].hello["address"] = address
+        with pytest.raises(UserError, match=f"a .*{address}.* {words}.*: write ip=ADDRESS after"):
+            job.start(job.nodes[:2])
 
 
 def test_without_ray_its_example_says_what_to_install(tmp_path):

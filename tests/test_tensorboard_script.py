@@ -16,7 +16,7 @@ from running import Running, eventually, free_port
 # Stands in for ssh: options, host, command; a host without a folder of programs cannot be reached.
 SSH = """#!/bin/bash
 while [[ $1 == -* ]]; do [[ $1 == -[ol] ]] && shift; shift; done
-host=${1#*@} PATH=%s/${1#*@}; shift
+host=${1#*@}; PATH=%s/${host//:/}; shift
 echo "$host $*" >>%s/log
 [[ -d $PATH ]] || { echo "ssh: connect to host $host: timed out" >&2; exit 255; }
 exec bash -c "$*"
@@ -35,9 +35,9 @@ def shown(port: int) -> list[str]:
 
 
 def test_runs_of_other_hosts(tmp_path):
-    """By rsync, and by tar from a host that lacks it."""
+    """By rsync, here from an IPv6 address, and by tar from a host that lacks it."""
     bin_here = tmp_path / "bin"
-    for host, tools in (("near", "bash find tar gzip rsync"), ("slim", "bash find tar gzip")):
+    for host, tools in (("fe801", "bash find tar gzip rsync"), ("slim", "bash find tar gzip")):
         (bin_here / host).mkdir(parents=True)
         for tool in filter(shutil.which, tools.split()):
             (bin_here / host / tool).symlink_to(shutil.which(tool))
@@ -48,13 +48,13 @@ def test_runs_of_other_hosts(tmp_path):
     (theirs / "far" / "one" / "snapshot.pt").write_bytes(b"large")
     write(theirs / "hosts" / "third", epochs_of(100, 64))  # that it has fetched itself
     hosts = tmp_path / "hosts"
-    near = f"me@near  slots=4 ip=10.0.0.1 runs={theirs}  # fast"
+    near = f"me@fe80::1  slots=4 ip=10.0.0.1 runs={theirs}  # fast"
     hosts.write_text(f"# nodes\n\n{near}\nslim runs={theirs}\nme@away")
     write(tmp_path / "runs" / "mine", epochs_of(100, 64))
     own = {"PORT": str(port), "RUNS": f"{tmp_path}/runs", "EVERY": "1", "VIRTUAL_ENV": sys.prefix}
     with Running("-c", EXEC, hosts, PATH=f"{bin_here}:{PATH}", **own) as started:
         started.until(rf"ssh -N -L {port}:localhost:{port} \S+@\S+")
-        theirs_here = [f"hosts/{host}/far/one" for host in ("near", "slim")]
+        theirs_here = [f"hosts/{host}/far/one" for host in ("fe80::1", "slim")]
         assert eventually(lambda: shown(port) == [*theirs_here, "mine"])
         # A run that begins later is fetched, too.
         write(theirs / "two", epochs_of(100, 64))

@@ -5,8 +5,8 @@
     ubuntu@172.31.0.11  slots=4  ip=10.0.0.11     # 4 processes; others reach it at 10.0.0.11
 
 The order of the lines is the order of node ranks. With --elastic torchrun assigns the ranks. ``ip``
-matters for the first node; with --elastic any node may become the first. ``runs=PATH`` tells
-tensorboard.sh that node's folder of runs.
+matters for the first node; with --elastic any node may become the first. Several nodes reach each
+other at IPv4 addresses. ``runs=PATH`` tells tensorboard.sh that node's folder of runs.
 """
 
 import argparse
@@ -57,6 +57,12 @@ class Host:
     def name(self) -> str:
         """The host without the user, for messages."""
         return self.address.rpartition("@")[2]
+
+    @property
+    def for_rsync(self) -> str:
+        """The host as rsync takes it: an IPv6 address in brackets."""
+        user = self.address[: -len(self.name)]
+        return f"{user}[{self.name}]" if ":" in self.name else self.address
 
 
 def read(path: Path) -> list[Host]:
@@ -183,9 +189,9 @@ def note(text: str) -> None:
 
 
 def main() -> int:
-    """Print a line per host, for shell scripts: address, name and ``runs``."""
+    """Print a line per host, for shell scripts: address, the same for rsync, name and ``runs``."""
     for host in read(Path(sys.argv[1])):
-        print(host.address, host.name, host.runs or "")
+        print(host.address, host.for_rsync, host.name, host.runs or "")
     return 0
 
 

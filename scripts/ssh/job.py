@@ -350,6 +350,9 @@ class Job:
                 f"{node.host.name} was reached at {address}, where the other nodes cannot reach "
                 "it: write ip=ADDRESS after it in the hosts file"
             )
+        if ":" in address:  # gloo would look up the node's own name, often 127.0.1.1
+            text = f"{node.host.name} has the IPv6 address {address}, but the nodes need IPv4: "
+            raise UserError(text + "write ip=ADDRESS after it in the hosts file")
         return address
 
     def end(self, why: str, seconds: float) -> None:

@@ -140,7 +140,7 @@ def sync(options: argparse.Namespace, host: Host) -> None:
     without += [f"--exclude=/{mark.parent.name}" for mark in marks]
     # rsync creates only one level of folders.
     make = ["--rsync-path", f"mkdir -p {shlex.quote(options.dir)} && rsync"]
-    target = f"{host.address}:{options.dir}/"
+    target = f"{host.for_rsync}:{options.dir}/"
     rsync(options, f"copy the code to {host.name}", *make, *without, f"{ROOT}/", target)
     note(f"copied the code to {host.name}:{options.dir}")
 
@@ -151,7 +151,7 @@ def fetch(options: argparse.Namespace, host: Host, script: argparse.Namespace) -
     target.mkdir(parents=True, exist_ok=True)
     source = Path(options.dir) / target  # an absolute target is the same there
     action = f"copy {host.name}:{source} back"
-    rsync(options, action, f"{host.address}:{source}/", f"{target}/")
+    rsync(options, action, f"{host.for_rsync}:{source}/", f"{target}/")
     note(f"the run is in {target}")
 
 
