@@ -4,6 +4,7 @@ import argparse
 import importlib
 import json
 import re
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -38,6 +39,11 @@ def test_hosts_of_a_file_and_as_horovod_lists_them(tmp_path, words, hosts):
     assert command == DDP
 
 
+# Stands in for ssh: this machine, in the folder "home", is every host.
+SSH = """#!/bin/bash
+while [[ $1 == -* ]]; do [[ $1 == -[ol] ]] && shift; shift; done
+cd %s/home && shift && exec bash -c "$*"
+"""
 ELASTIC = "-- imagenet_ddp.py --name a"
 
 
@@ -92,6 +98,38 @@ def test_what_the_launcher_adds_to_a_command_and_what_it_copies(monkeypatch, tmp
     left_out = {one.removeprefix("--exclude=") for one in calls[1] if one.startswith("--exclude")}
     always = {".git", ".venv", "__pycache__", "/runs", "/data", ".*_cache"}
     assert left_out == {"/.venv-oldest", "/my env"} | always
+
+
+@pytest.fixture
+def copying(tmp_path, monkeypatch):
+    """The launcher's options with `SSH`. Its code is in "code", the current folder is "here"."""
+    if not shutil.which("rsync"):
+        pytest.skip("rsync is missing")
+    for name in ("home", "code", "here"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "ssh").write_text(SSH % tmp_path)
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setattr(launcher, "ROOT", tmp_path / "code")
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("RSYNC_OLD_ARGS", "1")  # as before rsync 3.2.4
+
+    def copying(*words: str) -> argparse.Namespace:
+        return launcher.parse(["hosts", f"--ssh={tmp_path}/ssh", *words, "--", "x"])[0]
+
+    return copying
+
+
+def test_code_and_runs_in_folders_with_spaces(copying, tmp_path):
+    options = copying("--dir", "a suite/in it")
+    (tmp_path / "code/one.py").touch()
+    launcher.sync(options, launcher.Host("u@b"))
+    run = tmp_path / "home/a suite/in it/all runs/a run"
+    assert (run.parents[1] / "one.py").exists()
+    run.mkdir(parents=True)
+    (run / "train.log").touch()
+    script = argparse.Namespace(output_dir="all runs", name="a run")
+    launcher.fetch(options, launcher.Host("b"), script)
+    assert (tmp_path / "here/all runs/a run/train.log").exists()
 
 
 @pytest.mark.parametrize(

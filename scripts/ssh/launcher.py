@@ -121,6 +121,8 @@ def check(command: list[str], several: bool, again: bool) -> argparse.Namespace:
 def rsync(options: argparse.Namespace, action: str, *arguments: str) -> None:
     """Copy by rsync over the same ssh. Raises: `UserError` if the ``action`` failed."""
     command = ["rsync", "-az", "-e", f"{options.ssh} -o BatchMode=yes", *arguments]
+    if " " in "".join(arguments[-2:]):  # before 3.2.4 the node's shell would split such a path
+        command.insert(1, "-s")  # only then: macOS has an rsync without it
     try:
         code = subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode
     except FileNotFoundError:
