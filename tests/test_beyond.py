@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -84,7 +85,7 @@ def test_what_the_launcher_adds_to_a_command_and_what_it_copies(monkeypatch, tmp
         script = launcher.check(command, several=True, again=True)
         assert command == ["imagenet_ddp.py", *whole, "--output-dir", "out"]
     calls: list[list[str]] = []
-    done = SimpleNamespace(returncode=0)
+    done = SimpleNamespace(returncode=0, stdout=b"")
     monkeypatch.setattr(launcher.subprocess, "run", lambda words, **_: calls.append(words) or done)
     monkeypatch.chdir(tmp_path)
     options, _ = launcher.parse(["hosts", "--dir", "code", "--", "imagenet_ddp.py"])
@@ -96,7 +97,7 @@ def test_what_the_launcher_adds_to_a_command_and_what_it_copies(monkeypatch, tmp
     launcher.sync(options, launcher.Host("u@fe80::1"))
     assert calls[1][-2:] == [f"{tmp_path}/", "u@[fe80::1]:code/"]
     left_out = {one.removeprefix("--exclude=") for one in calls[1] if one.startswith("--exclude")}
-    always = {".git", ".venv", "__pycache__", "/runs", "/data", ".*_cache"}
+    always = {".git", ".venv", "__pycache__", "/runs", "/data", ".*_cache", "/.synced"}
     assert left_out == {"/.venv-oldest", "/my env"} | always
 
 
@@ -109,7 +110,8 @@ def copying(tmp_path, monkeypatch):
         (tmp_path / name).mkdir()
     (tmp_path / "ssh").write_text(SSH % tmp_path)
     (tmp_path / "ssh").chmod(0o755)
-    monkeypatch.setattr(launcher, "ROOT", tmp_path / "code")
+    for module in (launcher, launcher.preflight):
+        monkeypatch.setattr(module, "ROOT", tmp_path / "code")
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("RSYNC_OLD_ARGS", "1")  # as before rsync 3.2.4
 
@@ -130,6 +132,27 @@ def test_code_and_runs_in_folders_with_spaces(copying, tmp_path):
     script = argparse.Namespace(output_dir="all runs", name="a run")
     launcher.fetch(options, launcher.Host("b"), script)
     assert (tmp_path / "here/all runs/a run/train.log").exists()
+
+
+def test_code_that_is_gone_here_goes_there_and_other_files_stay(copying, tmp_path, capsys):
+    """Nodes with old files and new ones could not train together."""
+    options, there = copying("--dir", "suite"), tmp_path / "home/suite"
+    for name in ("utils/old/a.py", "utils/stays.py", "data/x.py", "tests/own.py"):
+        (tmp_path / "code" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "code" / name).touch()
+    launcher.sync(options, launcher.Host("b"))
+    own = there / "utils/own.py", there / "runs/x.py", there / "note.txt"
+    for path in own:
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    shutil.rmtree(tmp_path / "code/utils/old")
+    assert "removed" not in capsys.readouterr().err
+    for said in (", and removed what is gone here: utils/old/a.py\n", "b:suite\n"):
+        launcher.sync(options, launcher.Host("b"))
+        assert capsys.readouterr().err.endswith(said)
+    left = {path.relative_to(there) for path in there.rglob("*.*") if path.is_file()}
+    names = {"utils/stays.py", "tests/own.py", ".synced"}
+    assert left == {Path(name) for name in names} | {path.relative_to(there) for path in own}
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forget
 import hosts
 from hosts import ROOT, Host, note
 from job import STOPS, TORCHRUN, Job
 
-from utils.start import errors, signals
+from utils.start import errors, preflight, signals
 from utils.start.errors import UserError
 from utils.start.option_types import non_negative, port, positive, run_name
 
@@ -28,7 +29,7 @@ HELP = """Train on several nodes from one machine, over ssh.
 """
 WAIT_SECONDS = 600.0  # for MIN nodes; --dist-timeout of the script replaces it
 ONE_PROCESS = ("imagenet_nd.py", "imagenet_dp.py")
-_NOT_COPIED = (".git", ".venv", "__pycache__", "/runs", "/data", ".*_cache")
+_NOT_COPIED = (".git", ".venv", "__pycache__", "/runs", "/data", ".*_cache", f"/{forget.LISTED}")
 _ENVIRONMENTS = ("pyvenv.cfg", "conda-meta")  # these mark the folder of a Python environment
 
 
@@ -132,10 +133,10 @@ def rsync(options: argparse.Namespace, action: str, *arguments: str) -> None:
 
 
 def sync(options: argparse.Namespace, host: Host) -> None:
-    """Copy this code to a host; keep other files there. Raises: `UserError`.
+    """Copy this code to a host; keep other files there, but not code that an earlier call brought.
 
     Python environments in the top folder are left out. They take gigabytes, and may not fit the
-    host's Python or GPU.
+    host's Python or GPU. Raises: `UserError`.
     """
     marks = [path for name in _ENVIRONMENTS for path in ROOT.glob(f"*/{name}")]
     without = [f"--exclude={pattern}" for pattern in _NOT_COPIED]
@@ -144,7 +145,14 @@ def sync(options: argparse.Namespace, host: Host) -> None:
     make = ["--rsync-path", f"mkdir -p {shlex.quote(options.dir)} && rsync"]
     target = f"{host.for_rsync}:{options.dir}/"
     rsync(options, f"copy the code to {host.name}", *make, *without, f"{ROOT}/", target)
-    note(f"copied the code to {host.name}:{options.dir}")
+    program = hosts.program(forget.__file__, {"folder": options.dir, "names": [*preflight.code()]})
+    command = hosts.remote_python(options.ssh, host)
+    done = subprocess.run(command, input=program, stdout=subprocess.PIPE, check=False)
+    if done.returncode:
+        raise UserError(f"could not remove old code from {host.name} (the reason is above)")
+    removed = ", ".join(done.stdout.decode().splitlines())
+    more = f", and removed what is gone here: {removed}" if removed else ""
+    note(f"copied the code to {host.name}:{options.dir}{more}")
 
 
 def fetch(options: argparse.Namespace, host: Host, script: argparse.Namespace) -> None:

@@ -390,7 +390,7 @@ ROOT = Path(__file__).resolve().parents[2]
 REMEDY = {
     "the command line": "use the same options on every node",
     "the training script": "start the same script on every node",
-    "this code": "copy it to every node again",
+    "this code": "copy it to every node again, and remove files that should be missing",
     "torch": "install the same version on every node",
     "NCCL": "install the same version on every node",
 }
