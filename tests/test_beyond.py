@@ -90,6 +90,7 @@ def test_what_the_launcher_adds_to_a_command_and_what_it_copies(monkeypatch, tmp
     monkeypatch.chdir(tmp_path)
     options, _ = launcher.parse(["hosts", "--dir", "code", "--", "imagenet_ddp.py"])
     launcher.fetch(options, launcher.Host("u@b"), script)
+    assert calls.pop(0)[-2:] == ["u@b", "test -d code/out/a"]
     assert calls[0][-2:] == ["u@b:code/out/a/", "out/a/"]
     for part in ("scripts", ".venv-oldest/pyvenv.cfg", "my env/conda-meta"):
         (tmp_path / part).mkdir(parents=True)
@@ -132,6 +133,36 @@ def test_code_and_runs_in_folders_with_spaces(copying, tmp_path):
     script = argparse.Namespace(output_dir="all runs", name="a run")
     launcher.fetch(options, launcher.Host("b"), script)
     assert (tmp_path / "here/all runs/a run/train.log").exists()
+
+
+@pytest.mark.parametrize(
+    ("answers", "code", "ends", "said"),
+    [
+        (True, 0, 0, "launcher: nothing to copy back: there is no b:suite/runs/a\n"),
+        (True, 69, 69, "launcher: nothing to copy back: there is no b:suite/runs/a\n"),
+        (False, 75, 75, "launcher: ssh to b failed: does "),
+        (False, 0, 2, "ssh to b failed: does "),
+    ],
+)
+def test_a_run_that_cannot_be_fetched_leaves_the_code_of_the_job(
+    copying, monkeypatch, capsys, tmp_path, answers, code, ends, said
+):
+    copying()
+    if not answers:
+        (tmp_path / "ssh").write_text("#!/bin/sh\nexit 255\n")
+    words = ["-H", "b", "--fetch", "--dir=suite", f"--ssh={tmp_path}/ssh", "--", *DDP]
+    monkeypatch.setattr(launcher, "ROOT", ROOT)
+    monkeypatch.setattr(sys, "argv", ["train_on_nodes.sh", *words, "--name", "a"])
+    monkeypatch.setattr(launcher.signals, "handle", lambda *_: None)
+    monkeypatch.setattr(launcher.Job, "run", lambda _: code)
+    monkeypatch.setattr(launcher.Job, "run_host", launcher.Host("b"))
+    try:
+        ended = launcher.main()
+    except UserError as error:
+        ended = launcher.errors.report(error)
+    assert ended == ends
+    assert capsys.readouterr().err.removeprefix("error: ").startswith(said)
+    assert not list((tmp_path / "here").iterdir())
 
 
 def test_code_that_is_gone_here_goes_there_and_other_files_stay(copying, tmp_path, capsys):

@@ -156,10 +156,21 @@ def sync(options: argparse.Namespace, host: Host) -> None:
 
 
 def fetch(options: argparse.Namespace, host: Host, script: argparse.Namespace) -> None:
-    """Copy the run directory from a host to the same path here. Raises: `UserError`."""
+    """Copy the run directory from a host to the same path here, if it is there.
+
+    Raises: `UserError`.
+    """
     target = Path(script.output_dir) / script.name
-    target.mkdir(parents=True, exist_ok=True)
     source = Path(options.dir) / target  # an absolute target is the same there
+    ask = [*shlex.split(options.ssh), "-o", "BatchMode=yes", host.address]
+    ask.append(f"test -d {shlex.quote(str(source))}")
+    code = subprocess.run(ask, stdin=subprocess.DEVNULL, check=False).returncode
+    if code == hosts.SSH_FAILED:
+        raise UserError(hosts.ssh_failed(options.ssh, host))
+    if code:
+        note(f"nothing to copy back: there is no {host.name}:{source}")
+        return
+    target.mkdir(parents=True, exist_ok=True)
     action = f"copy {host.name}:{source} back"
     rsync(options, action, f"{host.for_rsync}:{source}/", f"{target}/")
     note(f"the run is in {target}")
@@ -190,7 +201,12 @@ def main() -> int:
     code = job.run()
     if options.fetch and job.run_host:
         signals.handle(signal.SIG_DFL, STOPS)
-        fetch(options, job.run_host, script)
+        try:
+            fetch(options, job.run_host, script)
+        except UserError as error:
+            if not code:
+                raise
+            note(str(error))  # the job's own error counts
     return code
 
 
