@@ -3,8 +3,8 @@
 #
 # With HOSTS_FILE (one ssh host per line; see scripts/ssh/hosts.py) it copies the
 # event files of these hosts into runs/hosts/HOST, at the start and every minute.
-# On each host it reads the same path as on this machine, unless
-# runs=/path/to/runs follows the host.
+# On each host it reads the same path as on this machine (if it is in the home
+# folder, as seen from there), unless runs=/path/to/runs follows the host.
 #
 # In the environment:
 #   RUNS   folder of run directories (runs)
@@ -27,7 +27,7 @@ ssh=(ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=10)
 # fetch ADDRESS ADDRESS_FOR_RSYNC NAME [PATH]: copy the event files below PATH, with rsync, or with
 # tar if one of the machines has no rsync.
 fetch() {
-    local host=$1 target=$runs/hosts/$3 path=${4:-$root/runs} quoted there
+    local host=$1 target=$runs/hosts/$3 path=${4:-${runs#"${HOME:+$HOME/}"}} quoted there
     mkdir -p "$target"
     printf -v quoted '%q' "$path"
     there=$("${ssh[@]}" -n "$host" "cd $quoted && { command -v rsync || true; }") || return 1

@@ -88,7 +88,7 @@ def test_what_the_launcher_adds_to_a_command_and_what_it_copies(monkeypatch, tmp
     done = SimpleNamespace(returncode=0, stdout=b"")
     monkeypatch.setattr(launcher.subprocess, "run", lambda words, **_: calls.append(words) or done)
     monkeypatch.chdir(tmp_path)
-    options, _ = launcher.parse(["hosts", "--dir", "code", "--", "imagenet_ddp.py"])
+    options, _ = launcher.parse(["hosts", "--dir=~/code", "--", "imagenet_ddp.py"])
     launcher.fetch(options, launcher.Host("u@b"), script)
     assert calls.pop(0)[-2:] == ["u@b", "test -d code/out/a"]
     assert calls[0][-2:] == ["u@b:code/out/a/", "out/a/"]

@@ -229,7 +229,9 @@ def test_answers_that_were_held_up_extend_no_lease(tmp_path):
     program = hosts.program(guard.__file__, {}).replace(b"= 15.0", b"= 3.0")
     words = [sys.executable, "-uc", hosts.BOOTSTRAP]
     pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
-    job = {"command": ["script.py"], "folder": str(tmp_path), "python": sys.executable}
+    pipes["env"] = os.environ | {"HOME": str(tmp_path)}
+    (tmp_path / "other").symlink_to(sys.executable)
+    job = {"command": ["script.py"], "folder": str(tmp_path), "python": "~/other"}
     job |= {"environment": {}, "grace": 1.0}
     with subprocess.Popen(words, **pipes) as ran:
         ran.stdin.write(program)

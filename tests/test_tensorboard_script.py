@@ -9,14 +9,14 @@ import sys
 import urllib.request
 from pathlib import Path
 
-from conftest import ROOT, shell
+from conftest import shell
 from event_files import epochs_of, write
 from running import Running, eventually, free_port
 
 # Stands in for ssh: options, host, command; a host without a folder of programs cannot be reached.
 SSH = """#!/bin/bash
 while [[ $1 == -* ]]; do [[ $1 == -[ol] ]] && shift; shift; done
-host=${1#*@}; PATH=%s/${host//:/}; shift
+cd && host=${1#*@}; PATH=%s/${host//:/}; shift
 echo "$host $*" >>%s/log
 [[ -d $PATH ]] || { echo "ssh: connect to host $host: timed out" >&2; exit 255; }
 exec bash -c "$*"
@@ -49,9 +49,10 @@ def test_runs_of_other_hosts(tmp_path):
     write(theirs / "hosts" / "third", epochs_of(100, 64))  # that it has fetched itself
     hosts = tmp_path / "hosts"
     near = f"me@fe80::1  slots=4 ip=10.0.0.1 runs={theirs}  # fast"
-    hosts.write_text(f"# nodes\n\n{near}\nslim runs={theirs}\nme@away")
+    hosts.write_text(f"# nodes\n\n{near}\nslim runs=~/theirs\nme@away")
     write(tmp_path / "runs" / "mine", epochs_of(100, 64))
     own = {"PORT": str(port), "RUNS": f"{tmp_path}/runs", "EVERY": "1", "VIRTUAL_ENV": sys.prefix}
+    own["HOME"] = str(tmp_path)
     with Running("-c", EXEC, hosts, PATH=f"{bin_here}:{PATH}", **own) as started:
         started.until(rf"ssh -N -L {port}:localhost:{port} \S+@\S+")
         theirs_here = [f"hosts/{host}/far/one" for host in ("fe80::1", "slim")]
@@ -66,7 +67,7 @@ def test_runs_of_other_hosts(tmp_path):
         started.send(signal.SIGTERM)
         started.process.wait()
         assert "no event files from me@away this time" in started.result().err
-        assert f"away cd {ROOT}/runs && " in (bin_here / "log").read_text(), "the same path there"
+        assert "away cd runs && " in (bin_here / "log").read_text(), "the same path there"
         assert eventually(lambda: not any(member.lives() for member in started.family))
 
 

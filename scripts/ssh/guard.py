@@ -177,7 +177,7 @@ def main():
     job = json.loads(order)
     folder = job["folder"] = os.path.join(os.path.expanduser("~"), job["folder"])
     own = os.path.join(folder, ".venv", "bin", "python")
-    python = job["python"] or (own if os.path.exists(own) else "python3")
+    python = os.path.expanduser(job["python"] or "") or (own if os.path.exists(own) else "python3")
     job["command"].insert(0, python)
     try:
         child = start(job)

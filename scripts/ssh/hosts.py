@@ -163,12 +163,17 @@ def add_node_options(parser: argparse.ArgumentParser) -> None:
     add, home = parser.add_argument, Path.home()
     # The default is the folder here; relative to the home directory if it is inside.
     here = str(ROOT.relative_to(home) if ROOT.is_relative_to(home) else ROOT)
-    add("--dir", default=here, help="folder of this code on the nodes")
+    add("--dir", type=from_home, default=here, help="folder of this code on the nodes")
     add("--python", help="Python on the nodes; default: DIR/.venv/bin/python, else python3")
     text = "environment variable for the nodes; NAME alone copies its value from here"
     add("--env", type=_variable, action="append", metavar="NAME[=VALUE]", help=text)
     text = "time to write a snapshot; then processes are killed"
     add("--grace", type=non_negative, default=20.0, metavar="SECONDS", help=text)
+
+
+def from_home(text: str) -> str:
+    """A path on a node without ~/ before it: programs start in the home folder there."""
+    return "." if text in ("~", "~/") else text.removeprefix("~/")
 
 
 def _variable(text: str) -> tuple[str, str]:
@@ -191,7 +196,7 @@ def note(text: str) -> None:
 def main() -> int:
     """Print a line per host, for shell scripts: address, the same for rsync, name and ``runs``."""
     for host in read(Path(sys.argv[1])):
-        print(host.address, host.for_rsync, host.name, host.runs or "")
+        print(host.address, host.for_rsync, host.name, from_home(host.runs or ""))
     return 0
 
 
