@@ -369,8 +369,16 @@ def test_a_spare_node_takes_the_place_of_a_lost_one_and_the_job_is_interrupted(s
 
 
 def test_nodes_whose_clocks_differ_are_no_elastic_job(start, tmp_path):
-    """torchrun would take one of them for lost."""
+    """torchrun would take one of them for lost. If one comes later, the job goes on without it."""
     (tmp_path / "b_late").touch()
+    (tmp_path / "b_away").touch()
+    with start("a b", (1, 2), silence=2) as run:
+        run.until(r"^\[a\] rank")
+        (tmp_path / "b_away").unlink()
+        assert eventually(lambda: "continuing without b (the clock of b is 60 s" in run.said())
+        assert not eventually(lambda: run.said().count("continuing") > 1, 5.0), "it was called"
+        (tmp_path / "a").write_text("0")
+        assert ended(run)[0] == 0
     for name in "ab":  # if they began, they would end well
         (tmp_path / name).write_text("0")
     with start("a b", (1, 2)) as run:

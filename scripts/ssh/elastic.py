@@ -88,6 +88,8 @@ class Elastic(Job):
         ]
 
     def unreached(self, node: Node, reason: str) -> None:
+        if node.next_call == math.inf:  # it was left out, and its guard has ended
+            return
         if not node.failed and not self.signals:
             note(f"{reason}; will keep trying")
         node.leave(failed=True)
