@@ -55,7 +55,8 @@ def parse() -> argparse.Namespace:
     parser.set_defaults(grace=5.0, elastic=None)
     args = parser.parse_args()
     # Over ssh, all nodes start at the same time, so none has to wait long.
-    args.wait = args.wait or (20 if args.hosts else 60)
+    if args.wait is None:
+        args.wait = 20 if args.hosts else 60
     if not args.hosts:
         if args.nodes > 1 and not args.master:
             raise UserError(f"--nodes {args.nodes} needs --master, the IP address of node 0")

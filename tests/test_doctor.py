@@ -185,9 +185,13 @@ def test_the_speeds_of_a_node_are_those_of_all_its_cores(monkeypatch, folder):
 def test_one_node_alone(folder):
     options = ("--need 1e9 --output-dir /proc", f"--data {folder}/none", "-a nosuch", "--nodes 2")
     options += ("--need 0",)  # by which a time would be divided
+    options += ("--nodes 2 --rank 1 --master 127.0.0.1 --wait 0",)
     line = f"python scripts/doctor.py --data {folder} --image-size 32"
-    done = slow, missing, unknown, alone, zero = shell(*(f"{line} {words}" for words in options))
-    assert [one.code for one in done] == [2] * 5
+    done = slow, missing, unknown, alone, zero, waits = shell(
+        *(f"{line} {words}" for words in options)
+    )
+    assert [one.code for one in done] == [2] * 6
+    assert "127.0.0.1:8888 cannot be reached after 0 s" in bad(waits)[0]
     reads, decodes, full = bad(slow)
     assert [line.split()[4] for line in (reads, decodes)] == ["reads", "decodes"]
     assert re.match("✗ .* only 0.0 GB of disk are free at /proc", full)
