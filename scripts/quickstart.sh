@@ -13,6 +13,8 @@ data=data/sample
 if [ $# -gt 0 ]; then # relative to the current folder
     data=$(CDPATH='' cd -- "$1" 2>/dev/null && pwd) || fail "there is no folder $1"
 fi
+place=$root/ # before paths that the user types, unless he is there
+[ "$PWD" != "$root" ] || place=
 cd "$root"
 started=$SECONDS
 say() { printf '\n== %s\n' "$*"; }
@@ -59,7 +61,7 @@ train() { # run name, script and its options
     local name=$1
     shift
     if grep -qs '"finished_because": "epochs"' "runs/$name/summary.json"; then
-        echo "runs/$name is finished already (remove the folder to train it again)"
+        echo "${place}runs/$name is finished already (remove the folder to train it again)"
         return
     fi
     echo "+ python $* --name $name ${options[*]} $data"
@@ -77,16 +79,18 @@ words=runs/$label/compare.txt
     --labels "1 process" "$processes process$([ "$processes" = 1 ] || echo es) (DDP)" \
     --out "runs/$label" | tee "$words"
 
+[ $# -gt 0 ] || data=$place$data
 if [ $# -gt 0 ] || [ "$gpus" != 0 ]; then
-    next="$PYTHON imagenet_nd.py -a resnet50 $(printf %q "$data")"
+    next=$(printf '%q %q -a resnet50 %q' "$PYTHON" "${place}imagenet_nd.py" "$data")
 else
-    next="$PYTHON scripts/prepare_data.py split PHOTOS --val 0.2 # PHOTOS/CLASS/*.jpg: yours"
+    next=$(printf '%q %q' "$PYTHON" "${place}scripts/prepare_data.py")
+    next+=" split PHOTOS --val 0.2 # PHOTOS/CLASS/*.jpg: yours"
 fi
 
 say "done in $((SECONDS - started)) s"
 sed '/^$/,$d' "$words" # the comparison in words
 cat <<TEXT
 
-The picture of both runs: runs/$label/overlay.png
+The picture of both runs: ${place}runs/$label/overlay.png
 The next command:         $next
 TEXT

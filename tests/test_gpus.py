@@ -356,8 +356,13 @@ def test_quickstart_keeps_the_global_batch_and_repeats_nothing(set_up):
     for data, trains in ((set_up.root / "images", False), ("/other", True)):
         (run / "options.json").write_text(json.dumps({"data": str(data)}))
         (done,) = shell(line, **env)
-        assert ("runs/quickstart_images_1 is finished already" in done.out) != trains
+        assert ("\nruns/quickstart_images_1 is finished already" in done.out) != trains
         assert ("imagenet_nd.py -b 64 --name quickstart_images.2_1" in done.out) == trains
+    (run / "options.json").unlink()
+    (done,) = shell(f"cd /; bash {set_up.root}/scripts/quickstart.sh {set_up.root}/images", **env)
+    for words in ("runs/quickstart_images_1 is finished", "runs/quickstart_images/overlay.png\n"):
+        assert f" {set_up.root}/{words}" in done.out.replace("\n/", "\n /")
+    assert f"python {set_up.root}/imagenet_nd.py -a resnet50 {set_up.root}/images\n" in done.out
 
 
 @pytest.mark.parametrize("how", ["on PATH", "PYTHON"])
