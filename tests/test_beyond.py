@@ -202,7 +202,7 @@ def test_the_cause_decides_the_exit_code_of_a_job(codes, failed, code):
 
 
 def test_each_node_gets_its_place_and_its_own_number_of_processes():
-    options = argparse.Namespace(port=None, env=None, dir="d", python=None, grace=1.0)
+    options = argparse.Namespace(port=None, env=None, dir="a d", python=None, grace=1.0)
     machines = [launcher.Host("a", 2), launcher.Host("b", 3), launcher.Host("spare", 4)]
     job, orders = launcher.Job(options, [TORCHRUN, "train.py"], machines, ""), []
     for number, node in enumerate(job.nodes):
@@ -213,6 +213,8 @@ def test_each_node_gets_its_place_and_its_own_number_of_processes():
         place = [f"--node_rank={rank}", "--master_addr=10.0.0.0", "--master_port=7"]
         words = [TORCHRUN, "--nnodes=2", *place, f"--nproc_per_node={2 + rank}", "train.py"]
         assert json.loads(order)["command"] == words
+        typed = " ".join(["+ cd 'a d'; torchrun", *words[1:]])
+        assert job.lines.get()[1].decode() == typed
         assert json.loads(order)["environment"] == {"IMAGENET_ALL_UP": f"{rank} 2 10.0.0.0:7"}
     for address, words in (("127.0.0.1", "other nodes cannot"), ("fe80::1", "nodes need IPv4")):
         job.nodes[0].hello["address"] = address

@@ -330,7 +330,9 @@ class Job:
             variables = [f"{key}={shlex.quote(value)}" for key, value in environment.items()]
             variables += [f"{key}=***" for key in given]  # may be secrets, and logs keep this line
             line = " ".join([*variables, shlex.join(shown)])
-            self.lines.put((node, f"+ cd {self.options.dir}; {line}".encode(), sys.stdout))
+            self.lines.put(
+                (node, f"+ cd {shlex.quote(self.options.dir)}; {line}".encode(), sys.stdout)
+            )
             # IMAGENET_ALL_UP: all nodes are running, so the pre-flight check need not wait long.
             place = f"{rank} {len(nodes)} {master[0]}:{master[1]}"
             environment |= {"IMAGENET_ALL_UP": place} | given
