@@ -399,7 +399,7 @@ def test_resumed_run(tmp_path):
     for day, x, success in ((0, 1, False), (1, 2, None)):
         write(run, {x: {"Top1/val": 10.0}}, BEGAN + 86400 * day, 100, {"gpus": 2}, success)
     cells, _, comparison = table(run)
-    assert cells["state"] == ["not finished"]
+    assert (cells["state"], cells["epoch_h"]) == (["not finished"], ["1.67 min"])
     assert origin(comparison.runs[0])["date"] == "2020-08-09", "of its first start"
 
 

@@ -199,7 +199,9 @@ def read(path: Path) -> Run:
     if shift := any(0 in curves.get(tag, ()) for tag in TRAINED):
         run.notes.append("its event files count epochs from 0; they are counted from 1 here")
     run.hours = {x + shift: seconds / 3600 for x, seconds in at.items()}
-    # A single epoch counts from the start of the process.
+    # A single epoch counts from the start of the process. If each was the first of its session, the
+    # starts of these count.
+    lasted = lasted or {b: (at[b] - at[a]) / (b - a) for a, b in pairwise(sorted(at))}
     lasted = lasted or (at if list(run.hours) == [1] else {})
     run.epoch_seconds = typical({x + shift: seconds for x, seconds in lasted.items()})
     ranks: dict[str, dict[int, list[float]]] = {}
