@@ -477,6 +477,16 @@ def test_simulated_nodes_are_nodes_in_the_log_book(tmp_path, monkeypatch):
     assert "s_2nodes" in compared.out
 
 
+def test_runs_that_lie_in_the_log_book_stay(tmp_path):
+    """Their --output-dir is the folder to which event files are copied."""
+    one, run = published_run(0)
+    one = dataclasses.replace(one, folder=tmp_path / one.name)
+    file = event_files.write(one.folder, {1: {"Loss/train": 1.0}})
+    (one.folder / "snapshot.pt").touch()
+    study_page.hand_over([(one, run)], tmp_path)
+    assert file.is_file() and (one.folder / "snapshot.pt").is_file()
+
+
 # ---- studies that train
 
 

@@ -93,10 +93,13 @@ def rows(columns: dict[str, Column], hours: float | None) -> list[list[str]]:
 def hand_over(trained: Column, folder: Path) -> None:
     """Copy all event files into ``folder``: who is handed the log book has no run directories."""
     for one, _ in trained:
-        shutil.rmtree(folder / one.name, ignore_errors=True)  # of a run that was begun anew
-        (folder / one.name).mkdir(parents=True)
+        copies = folder / one.name
+        if copies.resolve() == one.folder.resolve():  # --output-dir LOGBOOK/NAME
+            continue
+        shutil.rmtree(copies, ignore_errors=True)  # of a run that was begun anew
+        copies.mkdir(parents=True)
         for file in one.folder.glob("*tfevents*"):
-            shutil.copy2(file, folder / one.name / file.name)
+            shutil.copy2(file, copies / file.name)
 
 
 def write(args: Study, planned: list[StudyRun], command: str) -> None:
