@@ -24,10 +24,10 @@ def hal(tmp_path_factory):
     for gpus, rate in HAL.items():
         write(root / "runs" / folder_name(gpus), epochs_of(rate, 208 * gpus), seconds=600)
     words = ("--formats", "svg,pdf", "--results", root / "R.md", "--title", "HAL & <others>")
-    words += ("--train-images", 1281167, "--out", root / "my out")
+    words += ("--train-images", 1281167, "--out", root / "my #1")
     done = python(SCRIPT, root / "runs", *words)
     assert (done.code, done.err) == (0, "")
-    assert f"one picture of all: {root / 'my out/overlay.png'}\n" in done.out
+    assert f"one picture of all: {root / 'my #1/overlay.png'}\n" in done.out
     return root
 
 
@@ -36,11 +36,11 @@ def test_which_files_are_written(hal):
     curves = ("top1_train", "top1_val", "top5_train", "top5_val", "loss_train", "loss_val")
     drawn = {*curves, *(f"{name}_hours" for name in curves)}
     drawn |= {"training_throughput", "training_time", "scaling", "overlay"}
-    files = {file.name for file in (hal / "my out").iterdir()}
+    files = {file.name for file in (hal / "my #1").iterdir()}
     texts = {"compare.md", "compare.csv", "compare.html"}
     kinds = ("png", "svg", "pdf")
     assert files == texts | {f"{name}.{kind}" for name in drawn for kind in kinds}
-    with open(hal / "my out" / "compare.csv") as file:
+    with open(hal / "my #1" / "compare.csv") as file:
         lines = list(csv.DictReader(file))
     shares = [float(line["scaling_efficiency"]) for line in lines]
     assert shares == pytest.approx([r / HAL[2] * 2 / g for g, r in HAL.items()], rel=1e-6)
@@ -55,7 +55,7 @@ def test_which_files_are_written(hal):
     pictures.draw(comparison, again, "x_", only=("top1_val",), formats=("svg", "pdf"))
     assert {file.name for file in again.iterdir()} == {f"x_top1_val.{kind}" for kind in kinds}
     for file in again.iterdir():
-        assert file.read_bytes() == (hal / "my out" / file.name.removeprefix("x_")).read_bytes()
+        assert file.read_bytes() == (hal / "my #1" / file.name.removeprefix("x_")).read_bytes()
     # Bars are as long as the medians, beside perfect scaling.
     rates, perfect = list(HAL.values()), [HAL[2] / 2 * gpus for gpus in HAL]
     lines = [[y for _, y in points] for _, points in pictures.scaling(comparison).lines]
@@ -69,11 +69,11 @@ def test_which_files_are_written(hal):
 def test_section_and_page(hal):
     section = (hal / "R.md").read_text()
     assert "## HAL &amp; &lt;others&gt;\n" in section
-    assert (hal / "my out" / "compare.md").read_text().strip() in section
+    assert (hal / "my #1" / "compare.md").read_text().strip() in section
     assert section.count("| 2020-08-09 |") == section.count(" GPUs: not recorded") == 6
     links = re.findall(r"!\[.*?\]\((\S*?)\)", section)
-    assert links == [f"my%20out/{name}.png" for name in ("top1_val", "training_throughput")]
-    text = (hal / "my out" / "compare.html").read_text()
+    assert links == [f"my%20%231/{name}.png" for name in ("top1_val", "training_throughput")]
+    text = (hal / "my #1" / "compare.html").read_text()
     own = re.sub("(?s)<script>.*", "", text)  # without plotly's library
     assert not re.findall('src="|<link|href|url\\(|@import', own)
     rows = [" ".join(re.sub("<.*?>", " ", row).split()) for row in re.findall("<tr.*?</tr>", text)]
@@ -86,7 +86,7 @@ def test_section_and_page(hal):
 
 def test_the_page_in_a_browser(hal):
     """Curves are read off by moving over them, zoomed by dragging, and hidden by keyboard."""
-    with Page(hal / "my out" / "compare.html") as page:
+    with Page(hal / "my #1" / "compare.html") as page:
         assert page.run("document.querySelectorAll('h3')[0].innerText") == "Validation"
         chart = "document.querySelector('.chart')"
         assert page.run(f"{chart}.data.length") == 2 * len(HAL)
@@ -128,7 +128,7 @@ def test_the_page_in_a_browser(hal):
         until(f"document.querySelector('details .chart').{title}.includes('of training')")
         assert not page.errors
         loaded = [url for url in page.requests if not url.startswith(("data:", "blob:"))]
-        assert loaded == [(hal / "my out" / "compare.html").as_uri()]
+        assert loaded == [(hal / "my #1" / "compare.html").as_uri()]
 
 
 def test_without_plotly_one_line_says_how_to_get_it(tmp_path, monkeypatch):

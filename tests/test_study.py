@@ -459,10 +459,12 @@ def test_simulated_nodes_are_nodes_in_the_log_book(tmp_path, monkeypatch):
     # What was there before: a page of one's own, and the curves of a run that was begun anew.
     old = event_files.write(tmp_path / "book/s/s_1node", {9: {"Loss/train": 1.0}}, began=1.0)
     (tmp_path / "book/README.md").write_text("# Mine\n")
+    (tmp_path / "book/my_own #2.md").touch()
     assert scaling_study.carry_out(args, runs) == 0
     page, index = (tmp_path / f"book/{name}.md" for name in ("s", "README"))
     page, index = page.read_text(), index.read_text()
     assert index.startswith("# Mine\n") and "- [s](s.md)\n" in index and "[README]" not in index
+    assert "- [my\\_own \\#2](my_own%20%232.md)\n" in index
     assert not old.exists()
     assert "| nodes | 1 | 2 |" in page and "at an equal batch per process" in page
     assert "## Scaling" in page

@@ -11,6 +11,7 @@ from functools import partial
 from operator import methodcaller
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 from compare import summary
 from compare.runs import RATE, STEP_LOSS, STEP_TIME, Run, ratio
@@ -158,7 +159,7 @@ class Comparison:
         parts += [fence(command), self.as_markdown()]
         parts.append("\n".join(f"- {escape_markdown(note)}" for note in self.notes))
         for picture in pictures:
-            link = os.path.relpath(picture, file.parent).replace(" ", "%20")
+            link = quote(os.path.relpath(picture, file.parent))
             parts.append(f"![{escape_markdown(picture.stem.replace('_', ' '))}]({link})")
         # Commands have lines of their own: in cells they would be columns of single words.
         head, rows, commands = ["run", *list(origin(self.runs[0]))[:-1]], [], []

@@ -9,6 +9,7 @@ import shutil
 import statistics
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import quote
 
 from compare import pictures, runs, table
 from compare.comparison import Comparison
@@ -157,6 +158,6 @@ def write(args: Study, planned: list[StudyRun], command: str) -> None:
             parts += [f"## {file.name.removesuffix('.txt')}", table.fence(text)]
     table.put(page, "scaling_study", args.name, "\n\n".join(parts))
     names = sorted(file.stem for file in args.logbook.glob("*.md") if file.stem != "README")
-    links = "\n".join(f"- [{name}]({name}.md)" for name in names)
+    links = "\n".join(f"- [{table.escape_markdown(x)}]({quote(f'{x}.md')})" for x in names)
     table.put(args.logbook / "README.md", "scaling_study", "index", f"# Log book\n\n{links}")
     print(f"log book: {page} is up to date", flush=True)
