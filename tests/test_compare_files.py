@@ -187,6 +187,9 @@ def test_pictures_of_the_hardware_and_labels_with_special_characters(tmp_path):
     for tag, end in ends.items():
         label, points = pictures.curves(comparison, tag, "epochs").lines[0]
         assert (label, points) == ("_x", [(x, end) for x in (1, 2, 3, 4)])
+    lines = [line["meta"] for *_, one in pictures.drawings(comparison) for line in one["data"]]
+    axes = {(line["axis"], line["log"]) for line in lines}
+    assert axes == {("hours of training (logarithmic)", True)}, "also where the longest run is not"
 
 
 @pytest.mark.parametrize("label", ["1 node", "a label that is longer than others are"])

@@ -162,7 +162,8 @@ def curves(comparison: Comparison, tag: str, over: str) -> Chart | None:
             lines.append((run.label, points))
     if not lines:
         return None
-    ends = [points[-1][0] for _, points in lines]
+    # Of all runs, as diagrams below each other share this axis.
+    ends = [end for run in comparison.shown if (end := run.total_hours) is not None]
     logarithmic = hours and max(ends) > LOGARITHMIC * min(ends)
     if hours and max(ends) < 1:
         axis = "minutes of training"
