@@ -67,7 +67,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--data", type=Path, metavar="DATA", help="folder with train/ and val/")
     text = "data loading workers (%(default)s)"
     add("-j", "--workers", type=count, default=2, metavar="N", help=text)
-    text = "images of the shorter run (%(default)s)"
+    text = "images of the shorter run, at least one of each class (%(default)s)"
     add("--few", type=positive, default=64, metavar="N", help=text)
     text = "additional images of the longer run; images repeat if DATA has fewer (%(default)s)"
     add("--more", type=positive, default=256, metavar="N", help=text)
@@ -173,16 +173,18 @@ def measure(args: argparse.Namespace) -> dict[str, list[rounds.Figures]]:
 
 
 def link_images(args: argparse.Namespace, place: Path) -> list[Path]:
-    """Make two data sets of links to images of ``--data``: --few images, and --few plus --more."""
+    """Make two data sets of links to images of ``--data``: --few images, or one of each class if
+    these are more, and --more in addition."""
     train = args.data / "train"
     classes = sorted(path for path in train.iterdir() if path.is_dir()) if train.is_dir() else []
     images = [sorted(p for p in one.iterdir() if p.suffix.lower() in SUFFIXES) for one in classes]
     if not images or not all(images):
         raise UserError(f"{train} has no classes with images: name another folder with --data")
-    folders = [place / "few", place / "more"]
-    for folder, images_to_train in zip(folders, (args.few, args.few + args.more), strict=True):
-        for part, total in (("train", images_to_train), ("val", args.batch_size)):
-            for number in range(max(total, len(classes))):
+    folders, few = [place / "few", place / "more"], max(args.few, len(classes))
+    for folder, images_to_train in zip(folders, (few, few + args.more), strict=True):
+        val = max(args.batch_size, len(classes))
+        for part, total in (("train", images_to_train), ("val", val)):
+            for number in range(total):
                 turn, group = divmod(number, len(classes))
                 source = images[group][turn % len(images[group])].resolve()
                 link = folder / part / classes[group].name / f"{turn:06}{source.suffix}"
@@ -210,8 +212,8 @@ def difference(
     _, (few, few_cpu), (more, more_cpu) = times
     if more <= few or more_cpu <= few_cpu:
         raise UserError(
-            f"{args.few} images took {few:.1f} s ({few_cpu:.1f} s of CPU time), {args.more} more "
-            f"{more:.1f} s ({more_cpu:.1f} s): increase --more, or use a less busy machine",
+            f"the shorter run took {few:.1f} s ({few_cpu:.1f} s of CPU time), with {args.more} more "
+            f"images {more:.1f} s ({more_cpu:.1f} s): increase --more, or use a less busy machine",
             code=INTERRUPTED,
         )
     return {

@@ -127,9 +127,10 @@ def test_a_step_is_timed_without_those_that_warm_up(monkeypatch):
     assert figures == {"ms_per_step": 2000, "cpu_ms_per_step": 1000}
 
 
-def test_from_files_the_cost_of_few_images_is_subtracted(monkeypatch, folder, tmp_path):
+@pytest.mark.parametrize("few", ["8", "1"])
+def test_from_files_the_cost_of_few_images_is_subtracted(monkeypatch, folder, tmp_path, few):
     """By simulated clocks, a peer takes 2 s and 0.1 s per image, and the first time much longer; of
-    CPU time half of that."""
+    CPU time half of that. Each class has an image, also of fewer images than classes."""
     clock = [0.0]
 
     def run(words, args, place):
@@ -140,7 +141,7 @@ def test_from_files_the_cost_of_few_images_is_subtracted(monkeypatch, folder, tm
     monkeypatch.setattr(bench_step, "run", run)
     monkeypatch.setattr(time, "perf_counter", lambda: clock[-1])
     monkeypatch.setattr(bench_step.rounds, "cpu_seconds", lambda: clock[-1] / 2)
-    args = options("--data", str(folder), "--few", "8", "--more", "100")
+    args = options("--data", str(folder), "--few", few, "--more", "100")
     folders = bench_step.link_images(args, tmp_path)
     (tmp_path / "peer").mkdir()
     (tmp_path / "peer/train.py").touch()
