@@ -212,8 +212,8 @@ def difference(
     _, (few, few_cpu), (more, more_cpu) = times
     if more <= few or more_cpu <= few_cpu:
         raise UserError(
-            f"the shorter run took {few:.1f} s ({few_cpu:.1f} s of CPU time), with {args.more} more "
-            f"images {more:.1f} s ({more_cpu:.1f} s): increase --more, or use a less busy machine",
+            f"the shorter run took {few:.1f} s ({few_cpu:.1f} s of CPU time), {args.more} images "
+            f"more {more:.1f} s ({more_cpu:.1f} s): increase --more, or use a less busy machine",
             code=INTERRUPTED,
         )
     return {
