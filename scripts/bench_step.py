@@ -28,6 +28,7 @@ Exit code 75: the machine is too slow or too busy to measure any case.
 
 import argparse
 import json
+import math
 import os
 import re
 import shlex
@@ -167,7 +168,10 @@ def measure(args: argparse.Namespace) -> dict[str, list[rounds.Figures]]:
                 return difference(case, peers, args, few_and_more, runs)
             one = json.loads(run(command(case, args, runs), args).splitlines()[-1])
             one["peak_gib"] = one["peak_memory_bytes"] / 2**30
-            return one | {"cpu_ms_per_image": one["cpu_ms_per_step"] / args.batch_size}
+            images = args.batch_size  # of a step of this process; the usual loops do not say it
+            if "global_batch" in one:
+                images = one["global_batch"] / one["world_size"]
+            return one | {"cpu_ms_per_image": one["cpu_ms_per_step"] / images}
 
         return rounds.measure((*peers, *args.cases), args.rounds, figures_of)
 
@@ -216,9 +220,10 @@ def difference(
             f"more {more:.1f} s ({more_cpu:.1f} s): increase --more, or use a less busy machine",
             code=INTERRUPTED,
         )
+    factors = map(int, re.findall(r"\+(?:x|accum-steps=)(\d+)", case))  # of a step
     return {
         "images_per_s": args.more / (more - few),
-        "ms_per_step": 1000 * (more - few) * args.batch_size / args.more,
+        "ms_per_step": 1000 * (more - few) * math.prod(factors, start=args.batch_size) / args.more,
         "cpu_ms_per_image": 1000 * (more_cpu - few_cpu) / args.more,
     }
 

@@ -98,6 +98,15 @@ def test_the_steps_of_this_suite_in_two_processes(tmp_path):
     assert all(figures[part] > 0 for part in ("compute_s", "communication_s", "cpu_ms_per_step"))
 
 
+def test_cpu_time_per_image_is_over_all_images_of_a_processs_step(monkeypatch):
+    """Each of two processes takes two micro-batches."""
+    figures = {"cpu_ms_per_step": 80, "peak_memory_bytes": 0, "global_batch": 16, "world_size": 2}
+    monkeypatch.setattr(bench_step, "run", lambda *_: json.dumps(figures))
+    line = options("--rounds", "1", "--cases", "ddp+x2+accum-steps=2")
+    (one,) = bench_step.measure(line)["ddp+x2+accum-steps=2"]
+    assert one["cpu_ms_per_image"] == 10
+
+
 def test_the_steps_of_a_usual_loop():
     line = ("--rounds", "1", "--threads", "1", "--cases", "examples")
     done = python("scripts/bench_step.py", *SMALL, *line)
@@ -127,15 +136,21 @@ def test_a_step_is_timed_without_those_that_warm_up(monkeypatch):
     assert figures == {"ms_per_step": 2000, "cpu_ms_per_step": 1000}
 
 
-@pytest.mark.parametrize("few", ["8", "1"])
-def test_from_files_the_cost_of_few_images_is_subtracted(monkeypatch, folder, tmp_path, few):
+@pytest.mark.parametrize(
+    ("case", "few", "ms"),
+    [("slow", "8", 400), ("slow", "1", 400), ("ddp+x2+accum-steps=3", "8", 2400)],
+)
+def test_from_files_the_cost_of_few_images_is_subtracted(
+    monkeypatch, folder, tmp_path, case, few, ms
+):
     """By simulated clocks, a peer takes 2 s and 0.1 s per image, and the first time much longer; of
     CPU time half of that. Each class has an image, also of fewer images than classes."""
     clock = [0.0]
 
     def run(words, args, place):
-        assert words[:2] == ["python", str(tmp_path / "peer/train.py")]  # it runs elsewhere
-        seconds = 2 + 0.1 * len(list((Path(words[2]) / "train").rglob("*.JPEG")))
+        if case == "slow":
+            assert words[:2] == ["python", str(tmp_path / "peer/train.py")]  # it runs elsewhere
+        seconds = 2 + 0.1 * len(list((Path(words[-1]) / "train").rglob("*.JPEG")))
         clock.append(clock[-1] + seconds + (1000 if len(clock) == 1 else 0))
 
     monkeypatch.setattr(bench_step, "run", run)
@@ -147,8 +162,8 @@ def test_from_files_the_cost_of_few_images_is_subtracted(monkeypatch, folder, tm
     (tmp_path / "peer/train.py").touch()
     monkeypatch.chdir(tmp_path)
     peers = {"slow": "python peer/train.py {data}"}
-    figures = bench_step.difference("slow", peers, args, folders, tmp_path / "runs")
-    expected = {"cpu_ms_per_image": 50, "images_per_s": 10, "ms_per_step": 400}
+    figures = bench_step.difference(case, peers, args, folders, tmp_path / "runs")
+    expected = {"cpu_ms_per_image": 50, "images_per_s": 10, "ms_per_step": ms}
     assert figures == pytest.approx(expected)
 
 
