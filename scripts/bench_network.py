@@ -148,7 +148,9 @@ def measure(gbit: float, nodes: int, args: argparse.Namespace) -> dict[str, list
             scale = args.slow_down * args.shrink if args.sleep else 1
             for one in spaces:
                 namespaces.limit(one, f"{int(gbit / scale * 1e9)}bit", "200ms")
-        url = f"tcp://{args.master or namespaces.address(0)}:{args.port}"
+        master = args.master or namespaces.address(0)
+        is_ipv6 = ":" in master and not master.startswith("[")
+        url = f"tcp://[{master}]:{args.port}" if is_ipv6 else f"tcp://{master}:{args.port}"
 
         def run(words: list[str], count: int = nodes) -> str:
             """Run a command on each local node, with one thread. Returns: rank 0's output."""

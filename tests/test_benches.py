@@ -214,8 +214,13 @@ def test_a_slow_disk_delays_each_open_and_read(folder, tmp_path):
     assert max(rates[names[0], "10 ms"], rates[names[2], "10 ms"]) < 1000 / 20
 
 
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_methods_are_compared_with_one_node_and_with_the_first_method(monkeypatch, capsys, rank):
+@pytest.mark.parametrize(
+    ("rank", "master", "url"),
+    [("0", "10.0.0.1", "tcp://10.0.0.1:29555"), ("1", "fd00::1", "tcp://[fd00::1]:29555")],
+)
+def test_methods_are_compared_with_one_node_and_with_the_first_method(
+    monkeypatch, capsys, rank, master, url
+):
     took = {"alone": [90, 80, 100], "fp32": [180, 200, 200], "int8": [90, 100, 100]}
     sent = {"alone": [0] * 3, "fp32": [50, 52, 51], "int8": [13] * 3}
 
@@ -224,14 +229,14 @@ def test_methods_are_compared_with_one_node_and_with_the_first_method(monkeypatc
         given = dict(zip(words[::2], words[1::2], strict=False))
         assert (Path(script).name, mode) == ("time_step.py", "imagenet_ddp")
         assert given["--node-rank"] == rank
-        assert (given["--dist-url"], given["-b"]) == ("tcp://10.0.0.1:29555", "8")
+        assert (given["--dist-url"], given["-b"]) == (url, "8")
         method = given["--comm"] if given["--nodes"] == "2" else "alone"
         ms, mb = took[method].pop(0), sent[method].pop(0)
         figures = {"ms_per_step": ms, "images_per_s": 1000 / ms, "network_mb_per_step": mb}
         return ["a line\n" + json.dumps(figures)]
 
     monkeypatch.setattr(bench_network.commands, "run", run)
-    line = ["--methods", "fp32,int8", "--master", "10.0.0.1", "--rank", rank, "--", "-b", "8"]
+    line = ["--methods", "fp32,int8", "--master", master, "--rank", rank, "--", "-b", "8"]
     assert bench_network.main(line) == 0
     out = capsys.readouterr().out
     if rank == "1":
