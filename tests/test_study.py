@@ -15,7 +15,7 @@ import event_files
 import pytest
 import scaling_study
 from compare.runs import Run
-from conftest import ROOT, TIMEOUT, python, shell
+from conftest import ROOT, TIMEOUT, shell
 from joined import Forked, command
 from nodes import need
 from running import TINY_LINE, Running, eventually, everyone
@@ -447,7 +447,7 @@ def test_simulated_nodes_are_nodes_in_the_log_book(tmp_path, monkeypatch):
     had ended, before it wrote their page."""
     monkeypatch.setattr(scaling_study.signals, "handle", lambda *_: None)
     monkeypatch.setattr(study_page.pictures, "draw", lambda *_, **__: {})
-    own = f"--simulate 2 --hours 1 --name s --logbook {tmp_path}/book -- imagenet_ddp.py"
+    own = "--simulate 2 --hours 1 --name s --logbook book -- imagenet_ddp.py"
     args, training = scaling_study.parse(f"{own} --output-dir {tmp_path} tests".split())
     runs = planning.plan(args, training)
     for number, one in enumerate(runs, 1):
@@ -460,6 +460,7 @@ def test_simulated_nodes_are_nodes_in_the_log_book(tmp_path, monkeypatch):
     old = event_files.write(tmp_path / "book/s/s_1node", {9: {"Loss/train": 1.0}}, began=1.0)
     (tmp_path / "book/README.md").write_text("# Mine\n")
     (tmp_path / "book/my_own #2.md").touch()
+    monkeypatch.chdir(tmp_path)
     assert scaling_study.carry_out(args, runs) == 0
     page, index = (tmp_path / f"book/{name}.md" for name in ("s", "README"))
     page, index = page.read_text(), index.read_text()
@@ -470,11 +471,11 @@ def test_simulated_nodes_are_nodes_in_the_log_book(tmp_path, monkeypatch):
     assert "## Scaling" in page
     assert "time to top-1 of 50 %" in page and "| epochs in 1 h | 4 | 4 |" in page
     # Who gets the log book alone has the curves, too.
-    named = re.search(r"`(python scripts/compare_runs\.py .*?)`", page)
+    named = re.search(r"`(python \S*scripts/compare_runs\.py .*?)`", page)
     assert named
     for one in runs:
         shutil.rmtree(one.folder)
-    compared = python(*shlex.split(named[1])[1:])
+    (compared,) = shell(f"cd {tmp_path} && {named[1]}")
     assert compared.code == 0, compared.err
     assert "s_2nodes" in compared.out
 

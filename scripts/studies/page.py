@@ -18,6 +18,8 @@ from studies import tiny
 from studies.plan import Study
 from studies.runs import StudyRun
 
+from utils.data import layouts
+
 PICTURES = ("overlay", "training_throughput", "scaling", "loss_val_hours", "top1_val_hours", "gpu")
 LEGEND = """\
 - Learning rate: the highest of the run.
@@ -138,9 +140,9 @@ def write(args: Study, planned: list[StudyRun], command: str) -> None:
         drawn = pictures.draw(comparison, folder, only=PICTURES)
         metrics = ["## Metrics", comparison.section(page, "", command, drawn.values())]
         hand_over(trained, folder)
-        place = shlex.quote(str(folder)).replace("`", "")
-        curves = f"Curves with a cursor: `tensorboard --logdir {place}`, or the page that"
-        parts.append(f"{curves} `python scripts/compare_runs.py {place}` writes.")
+        shown = shlex.join(["tensorboard", "--logdir", str(folder)]).replace("`", "")
+        compare = layouts.command("compare_runs.py", folder).replace("`", "")
+        parts.append(f"Curves with a cursor: `{shown}`, or the page that `{compare}` writes.")
     columns: dict[str, Column] = {}
     for nodes, group in dict.fromkeys((one.nodes, one.group) for one in planned):
         # On one number of nodes, the varied options alone tell the columns apart.
