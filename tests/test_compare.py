@@ -25,68 +25,68 @@ Both reached 60 % top-1: after 2 h (two) and 3 h (one).
 Beware: the runs differ in length (4 to 5 epochs); the global batches differ (64 to 130), which \
 changes accuracy; the runs differ in mode, precision, --comm, GPU, CPU and torch.
 
-                                        two           one         other
+                                        two        one         other
 --- set-up
-nodes                                     4             1             -
-GPUs                                      2             1             1
-arch                               resnet50      resnet50         vgg19
-mode                                    ddp            nd            nd
-recipe                            classic90     classic90     classic90
-training image sizes                      -             -       128:160
-learning rate (highest)                 0.1           0.1           0.1
-batch per GPU                            65            64            64
-global batch                            130            64            64
-steps per epoch                           5             5             5
-state                          not finished  not finished  not finished
+nodes                                     4          1             -
+GPUs                                      2          1             1
+arch                               resnet50   resnet50         vgg19
+mode                                    ddp         nd            nd
+recipe                            classic90  classic90     classic90
+training image sizes                      -          -       128:160
+learning rate (highest)                 0.1        0.1           0.1
+batch per GPU                            65         64            64
+global batch                            130         64            64
+steps per epoch                           5          5             5
+state                          not finished   finished  not finished
 --- speed
-images/s                               1900          1000          2000
-images/s per GPU                        950          1000          2000
-speed-up to one                        1.90          1.00             -
-throughput efficiency                  95 %         100 %             -
-  top-1 after epoch 4, %              60.50         70.00         61.00
-  time to top-1 of 60 %                 2 h           3 h           5 h
-time per step, ms                     68.42            64         85.33
+images/s                               1900       1000          2000
+images/s per GPU                        950       1000          2000
+speed-up to one                        1.90       1.00             -
+throughput efficiency                  95 %      100 %             -
+  top-1 after epoch 4, %              60.50      70.00         61.00
+  time to top-1 of 60 %                 2 h        3 h           5 h
+time per step, ms                     68.42         64         85.33
 --- time
-time per epoch                       30 min           1 h        1.25 h
-epochs finished                           5             4             4
-epochs in 2.5 h                           5             2             2
-total time                            2.5 h           4 h           5 h
-epochs to top-1 of 60 %                   4             3             4
-cost to top-1 of 60 %                     4           1.5             -
-cost of the whole run                     5           1.5             -
-GPU-hours, all starts                     -             6             -
-energy, kWh                               -           1.2             -
-model FLOPs utilisation                   -          25 %             -
+time per epoch                       30 min        1 h        1.25 h
+epochs finished                           5          4             4
+epochs in 2.5 h                           5          2             2
+total time                            2.5 h        4 h           5 h
+epochs to top-1 of 60 %                   4          3             4
+cost to top-1 of 60 %                     4        1.5             -
+cost of the whole run                     5        1.5             -
+GPU-hours, all starts                     -          6             -
+energy, kWh                               -        1.2             -
+model FLOPs utilisation                   -       25 %             -
 --- accuracy
-best val top-1, %                     60.50         70.00         61.00
-  in epoch                                4             4             4
-  after                                 2 h           4 h           5 h
-  of averaged weights                     -         65.00             -
-best val top-5, %                     80.25         85.00         80.50
-  in epoch                                4             4             4
-  after                                 2 h           4 h           5 h
-best val loss                        2.0750        1.6000        2.0500
-  in epoch                                4             4             4
-  after                                 2 h           4 h           5 h
-  of averaged weights                     -        1.8000             -
-test top-1, %                             -         48.12             -
-test top-5, %                             -         80.00             -
-test loss                                 -        2.5000             -
+best val top-1, %                     60.50      70.00         61.00
+  in epoch                                4          4             4
+  after                                 2 h        4 h           5 h
+  of averaged weights                     -      65.00             -
+best val top-5, %                     80.25      85.00         80.50
+  in epoch                                4          4             4
+  after                                 2 h        4 h           5 h
+best val loss                        2.0750     1.6000        2.0500
+  in epoch                                4          4             4
+  after                                 2 h        4 h           5 h
+  of averaged weights                     -     1.8000             -
+test top-1, %                             -      48.12             -
+test top-5, %                             -      80.00             -
+test loss                                 -     2.5000             -
 --- where the time goes
-waiting for data                          -          25 %             -
-share of step: data                       -          20 %             -
-share of step: compute                    -          60 %             -
-share of step: communication              -          20 %             -
-sent per step, MB per process         44.71             -             -
-GPU utilisation, %                        -            91             -
-GPU power, W                              -           100             -
-CPU utilisation, %                        -            50             -
+waiting for data                          -       25 %             -
+share of step: data                       -       20 %             -
+share of step: compute                    -       60 %             -
+share of step: communication              -       20 %             -
+sent per step, MB per process         44.71          -             -
+GPU utilisation, %                        -         91             -
+GPU power, W                              -        100             -
+CPU utilisation, %                        -         50             -
 --- memory
-GPU memory, GiB                           -            12             -
-parameters, MiB per process               -             8             -
-gradients, MiB per process                -             9             -
-optimizer, MiB per process                -            10             -
-activations, MiB per process              -            11             -
+GPU memory, GiB                           -         12             -
+parameters, MiB per process               -          8             -
+gradients, MiB per process                -          9             -
+optimizer, MiB per process                -         10             -
+activations, MiB per process              -         11             -
 
 two: two
 one: one
@@ -142,14 +142,15 @@ def test_the_whole_table_and_its_notes(tmp_path, tags):
     for x, top1 in enumerate((5, 55, 65, 60), 1):
         one[x] |= PARTS | OF_PROCESSES[tags] | {"Top1/ema": top1, "Loss/ema": 1.8}
     one[4] |= {"Top1/test": 48.123, "Top5/test": 80, "Loss/test": 2.5}
-    write(tmp_path / "one", one, seconds=3600, options=ONE | {"nodes": 1})
+    write(tmp_path / "one", one, seconds=3600, options=ONE | {"nodes": 1}, success=True)
     two = epochs_of(1900, 130, (10, 50, 40, 60.5, 60.5))
     write(tmp_path / "two", two, seconds=1800, options=TWO)
     used = {"node_hours": 3.0, "gpu_hours": 6.0, "energy_kwh": 1.2, "mfu": 0.25, "arch": "a"}
     (tmp_path / "one/summary.json").write_text(json.dumps(used))
-    (tmp_path / "two/summary.json").write_text("{")
     every_2 = {2 * x: values for x, values in epochs_of(3000, 128, (10, 61)).items()}
     write(tmp_path / "other", every_2, seconds=9000, options=OTHER)
+    (tmp_path / "two/summary.json").write_text("{")
+    (tmp_path / "other/summary.json").write_text(json.dumps(used))  # of before it was continued
     given = [tmp_path / name for name in ("two", "one", "other")]
     _, notes, comparison = table(*given, "--price", 0.5, "--train-images", 9000)
     text = comparison.as_text().replace(f"{tmp_path}/", "")

@@ -191,7 +191,8 @@ def read(path: Path) -> Run:
         if options:
             run.facts = facts | options
             sizes.add(options.get("gpus"))
-    run.facts |= _ledger(run.folder)
+    if run.state != "not finished":  # else summary.json is of before the run was continued
+        run.facts |= _ledger(run.folder)
     if len(sizes) > 1:
         listed = ", ".join(f"{size:g}" for size in sorted(filter(None, sizes)))
         run.notes.append(f"it resumed on another number of GPUs ({listed}), so its speed is mixed")
