@@ -2,6 +2,7 @@
 
 import json
 from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -71,6 +72,15 @@ def test_all_starts_of_a_run_count(tmp_path, monkeypatch):
     without_sensor = Ledger(file, Entry(nodes=1, gpus=4))
     without_sensor.write(images=5, joules=None)
     assert without_sensor.totals().keys() == {"node_hours", "gpu_hours"}
+
+
+def test_hours_are_not_those_of_a_containers_clock(monkeypatch):
+    """LXC's /proc/uptime counts from the start of the container, a process's own file from that of
+    the machine."""
+    read = Path.read_text
+    short = {"/proc/uptime": "0.01 0.01\n"}
+    monkeypatch.setattr(Path, "read_text", lambda path: short.get(str(path)) or read(path))
+    assert 0 < ledger.process_seconds() < 3600
 
 
 def test_a_damaged_ledger_is_no_error(tmp_path, logged):

@@ -83,8 +83,7 @@ def _read(path: Path) -> list[Entry]:
 def process_seconds() -> float:
     """Seconds since this process was started."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    uptime = float(Path("/proc/uptime").read_text().split()[0])
-    return uptime - ticks / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 class EnergyMeter:
