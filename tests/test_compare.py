@@ -5,6 +5,7 @@ import io
 import json
 import math
 import re
+import shlex
 
 import compare_runs
 import pytest
@@ -449,11 +450,12 @@ def test_bad_input_is_an_error(tmp_path, monkeypatch):
         "nowhere": "nowhere does not exist",
         "notes.txt": "notes.txt has no TensorBoard event file",
         "good --labels a b": "2 labels for 1 runs (good); give one per run",
+        "good --labels ''": "each run needs a label of its own",
         "good --out notes.txt": "notes.txt",
         "x_gpux2_b4_cpu1_ddp --results binary": "binary is not a text file",
     }.items():
         with pytest.raises((UserError, OSError), match=re.escape(message)):
-            compare_runs.main(arguments.split())
+            compare_runs.main(shlex.split(arguments))
 
 
 # ---- axes
