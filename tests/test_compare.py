@@ -453,6 +453,7 @@ def test_bad_input_is_an_error(tmp_path, monkeypatch):
         "good --labels ''": "each run needs a label of its own",
         "good --out notes.txt": "notes.txt",
         "x_gpux2_b4_cpu1_ddp --results binary": "binary is not a text file",
+        "--results good x_gpux2_b4_cpu1_ddp": "good is not a text file",
     }.items():
         with pytest.raises((UserError, OSError), match=re.escape(message)):
             compare_runs.main(shlex.split(arguments))

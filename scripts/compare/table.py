@@ -59,7 +59,7 @@ def put(file: Path, tool: str, title: str, section: str) -> None:
     begin, end = f"<!-- {tool} begin {key} -->", f"<!-- {tool} end {key} -->"
     try:
         old = file.read_bytes().decode() if file.exists() else ""
-    except UnicodeDecodeError:
+    except (UnicodeDecodeError, IsADirectoryError):
         raise UserError(f"{file} is not a text file: name another one") from None
     sections = re.findall(f"{re.escape(begin)}.*?{re.escape(end)}", old, re.DOTALL)
     if not old.count(begin) == old.count(end) == len(sections) <= 1:
