@@ -192,9 +192,12 @@ def test_pictures_of_the_hardware_and_labels_with_special_characters(tmp_path):
     assert axes == {("hours of training (logarithmic)", True)}, "also where the longest run is not"
 
 
-@pytest.mark.parametrize("label", ["1 node", "a label that is longer than others are"])
-def test_no_text_of_a_picture_is_cut_off_or_on_another_one(tmp_path, label):
-    for name, rate in (("a", 100), ("b", 101)):
+@pytest.mark.parametrize(
+    ("label", "faster"), [("1 node", 101), ("1 node", 500), ("a label longer than others are", 101)]
+)
+def test_no_text_of_a_picture_is_cut_off_or_on_another_one(tmp_path, label, faster):
+    """Nor on a bar, also of an efficiency above 100 %."""
+    for name, rate in (("a", 100), ("b", faster)):
         options = {"gpus": 1 + (name == "b"), "nodes": 1}
         write(tmp_path / name, epochs_of(rate, 64), options=options)
     words = (tmp_path / "a", tmp_path / "b", "--labels", label, f"{label[:-1]}s")
@@ -210,6 +213,9 @@ def test_no_text_of_a_picture_is_cut_off_or_on_another_one(tmp_path, label):
             assert everything.x0 >= -1 and everything.x1 <= width + 1, name
             assert everything.y0 >= -1 and everything.y1 <= height + 1, name
             assert not [(a, b) for a, b in itertools.combinations(boxes, 2) if a.overlaps(b)], name
+            bars = [bar.get_window_extent() for bar in axes.patches if bar.get_fill()]
+            assert not [text for text in boxes for bar in bars if text.overlaps(bar)], name
+            assert all(bar.x1 <= axes.bbox.x1 for bar in bars), name
             assert axes.bbox.width > 0.35 * width / axes.get_gridspec().ncols, name
 
 

@@ -332,7 +332,8 @@ def draw_bars(comparison: Comparison, name: str) -> Any:
     shows_perfect = length == "images_per_s" and comparison.scales
     if shows_perfect:
         pairs = zip(lengths, runs, strict=True)
-        lengths = [ratio(rate, run.efficiency) or rate for rate, run in pairs]
+        # Above 100 % it would lie within the bar, with the text beside it.
+        lengths = [max(rate, ratio(rate, run.efficiency) or rate) for rate, run in pairs]
     outline = ":" if shows_perfect else "none"
     edges = axes.barh(places, lengths, 0.6, fill=False, edgecolor=SOFT, linestyle=outline)
     texts = [""] * len(runs)
