@@ -207,7 +207,8 @@ def difference(
     for data in (few_and_more[0], *few_and_more):
         words = [word.replace("{data}", str(data)) for word in shlex.split(peers.get(case, ""))]
         # A peer writes where it runs, so that is ``runs``; its files are named from here.
-        words = [os.path.abspath(x) if "/" in x and os.path.exists(x) else x for x in words]
+        named = [x for x in words if "/" in x or x.endswith(".py")]
+        words = [os.path.abspath(x) if x in named and os.path.exists(x) else x for x in words]
         runs.mkdir(exist_ok=True)
         began, cpu = time.perf_counter(), rounds.cpu_seconds()
         run(words or command(case, args, runs, data), args, runs if words else ROOT)

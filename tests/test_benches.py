@@ -160,8 +160,8 @@ def test_from_files_the_cost_of_few_images_is_subtracted(
     folders = bench_step.link_images(args, tmp_path)
     (tmp_path / "peer").mkdir()
     (tmp_path / "peer/train.py").touch()
-    monkeypatch.chdir(tmp_path)
-    peers = {"slow": "python peer/train.py {data}"}
+    monkeypatch.chdir(tmp_path if few == "8" else tmp_path / "peer")
+    peers = {"slow": f"python {'peer/' if few == '8' else ''}train.py {{data}}"}
     figures = bench_step.difference(case, peers, args, folders, tmp_path / "runs")
     expected = {"cpu_ms_per_image": 50, "images_per_s": 10, "ms_per_step": ms}
     assert figures == pytest.approx(expected)
