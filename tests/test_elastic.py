@@ -102,6 +102,14 @@ def test_ranks_meet_whose_agents_have_counted_different_restarts(monkeypatch):
     assert [one.exitcode for one in ranks] == [0, 0]
 
 
+def test_of_many_ranks_that_do_not_come_some_are_named(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    eight = "ranks 1, 2, 3, 4, 5, 6, 7, 8"
+    for size, named in ((9, f"{eight} of 9"), (10, f"{eight}, ... of 10")):
+        with pytest.raises(UserError, match=f"^{named} have not joined the job within 0.2 s"):
+            world.meet_all(("127.0.0.1", free_port()), 0, size, 0.2)
+
+
 @pytest.mark.parametrize("more", [(), NAMED[:2], (*NAMED, "--start-epoch", "1")])
 def test_restarts_need_a_run_to_continue(folder, tmp_path, more):
     env = alone() | {"TORCHELASTIC_MAX_RESTARTS": "3"}

@@ -48,6 +48,7 @@ def attempt(*words: object) -> Result:
         ("nd --resume auto", "--resume auto needs --name"),
         ("nd --name=..", "'..' is not a plain name"),
         (f"nd --name={'x' * 201}", "is longer than 200 bytes"),
+        (f"nd --name={'é' * 101}", "is longer than 200 bytes"),
         ("nd --profile -e --pretrained", "--profile traces training: leave out --find-batch"),
         ("nd -e", "add --resume runs/NAME/best.pt, or --name NAME --resume auto"),
         ("nd --part test", "--part test is for --evaluate: add -e"),

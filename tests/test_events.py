@@ -167,6 +167,10 @@ def test_the_text_page_and_the_charts_of_a_run(tmp_path):
     page = event.tensor_proto.string_val[0].decode()
     assert "**command**: `x.py -b 7`" in page and "| lr | `0.1` |" in page
     of_gpus = {"GPU power, W", "loss scale"}
-    for more, shown in (({}, set()), ({"device": "cuda", "precision": "fp16"}, of_gpus)):
+    for more, shown in (
+        ({}, set()),
+        ({"device": "cuda", "precision": "fp16"}, of_gpus),
+        ({"device": "cuda", "precision": "bf16"}, {"GPU power, W"}),
+    ):
         pages = comparison.layout(facts | more).values()
         assert {title for charts in pages for title in charts} & of_gpus == shown

@@ -9,6 +9,8 @@ import socket
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch
@@ -184,6 +186,42 @@ def test_the_check_ends_with_the_wrapper_that_has_started_it(line):
         wrapper.meet_family()
         wrapper.send(signal.SIGKILL)
         assert eventually(lambda: not any(one.lives() for one in wrapper.family))
+
+
+def test_processes_of_a_node_look_at_its_files_once():
+    """Two nodes of two processes: the first of each node reads the sizes."""
+    together, values = threading.Barrier(4, timeout=60), [None] * 4
+
+    def compare(rank: int, sizes: tuple[float, str]) -> str | None:
+        def gather(value: object) -> list:
+            values[rank] = value
+            together.wait()
+            gathered = [*values]
+            together.wait()
+            return gathered
+
+        node, local = divmod(rank, 2)
+        world = mock.Mock(nodes=2, local_rank=local, local_size=2, node_name=f"n{node}")
+        world.gather, source = gather, mock.Mock()
+        source.fingerprint.return_value, source.sample_sizes.return_value = "60 images", sizes
+        try:
+            preflight.compare_data("train", source, world)
+        except UserError as error:
+            return str(error)
+        finally:
+            assert source.sample_sizes.called == (local == 0)
+
+    for other, end in (
+        ((9.5, "a"), None),
+        (
+            (9.0, "b"),
+            "the size of files in train differs between the nodes: 9.500 bytes on average (a) on "
+            "n0, 9.000 bytes on average (b) on n1: make it the same on every node",
+        ),
+    ):
+        with ThreadPoolExecutor(4) as pool:
+            ends = pool.map(compare, range(4), [(9.5, "a")] * 2 + [other] * 2)
+            assert [*ends] == [end] * 4
 
 
 @pytest.mark.parametrize("words", ["0 2 x h:1", "0 2 1", "0 2 1 h:1 -5"])

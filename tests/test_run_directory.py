@@ -79,6 +79,29 @@ def test_runs_without_a_name_that_begin_in_the_same_second_have_different_folder
     assert first.name.startswith("Nov25_12-00-00") and first.is_dir()
 
 
+@pytest.mark.parametrize(
+    ("words", "end"),
+    [
+        ("", "taken contains a run already: continue it with --resume auto, or choose another"),
+        ("-e --resume a.pt", "taken contains a run already: choose another --name"),
+        ("-e --resume auto", None),  # that of the run is evaluated
+        ("--find-batch", None),
+    ],
+)
+def test_a_name_that_is_taken(tmp_path, parse, monkeypatch, words, end):
+    """Only commands that would write there are refused."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # --find-batch needs one
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken/options.json").touch()
+    line = ("--output-dir", tmp_path, "--name", "taken", *words.split(), tmp_path)
+    options, world = Options(**parse("imagenet_nd", *line)), World(torch.device("cpu"))
+    if end is None:
+        assert choose(options, world, "nd") is None
+        return
+    with pytest.raises(UserError, match=re.escape(f"{tmp_path}/{end}")):
+        choose(options, world, "nd")
+
+
 def test_an_evaluation_of_a_run_takes_its_best_model(tmp_path):
     """Which need not be the last one; a run without one has its snapshot evaluated."""
     args = Namespace(resume="auto", output_dir=tmp_path, name="run", evaluate=True)

@@ -4,6 +4,7 @@ import io
 import json
 import shutil
 import sys
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -104,6 +105,29 @@ def test_the_same_images_in_several_epochs_beside_their_originals(folder, tmp_pa
     assert show("--val", "--out", val, *words).code == 0
     shown, trained = (Image.open(file) for file in (val, plain))
     assert shown.size == trained.size and shown.tobytes() != trained.tobytes()
+
+
+@pytest.mark.parametrize(("processes", "images"), [("-g 2", 6), ("-g 2 --nodes 2", 3)])
+def test_the_batch_is_a_part_of_that_of_all_nodes(folder, processes, images):
+    words = f"--mode ddp --image-size {SIZE} -b 6 --global-batch 12 {processes}".split()
+    line = show_images.draw(show_images.parse([*words, str(folder)]))[1]
+    assert line == f"{images} of the {images} images of epoch 0, step 0"
+
+
+def test_the_original_of_an_unreadable_image_is_the_one_in_its_place(folder, tmp_path, monkeypatch):
+    """In training the next one, after the last the first; evaluation has none."""
+    monkeypatch.setattr(grid, "sheet", lambda *tiles: tiles)
+    data = shutil.copytree(folder, tmp_path / "data")
+    for name in ("train/class_1/002", "train/class_2/019", "val/class_1/002"):
+        (data / f"{name}.JPEG").write_bytes(b"no image")
+    words = ["--original", "--show", "60", "-b", "60", "--image-size", str(SIZE), str(data)]
+    _, texts, _ = show_images.draw(show_images.parse(words))[0]
+    names = Counter(zip(texts[::2], texts[1::2], strict=True))  # and classes
+    assert names["003.JPEG", "class_1"] == names["000.JPEG", "class_0"] == 2
+    assert names.total() == 60 and not names["002.JPEG", "class_1"] + names["019.JPEG", "class_2"]
+    pictures, texts, _ = show_images.draw(show_images.parse(["--val", *words]))[0]
+    at = texts.index("unreadable")
+    assert texts[at - 1] == "002.JPEG" and np.median(pictures[at - 1]) == 0
 
 
 @pytest.mark.parametrize(
