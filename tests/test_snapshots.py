@@ -229,8 +229,13 @@ def test_a_damaged_snapshot_gives_way_to_the_one_before(run):
     assert f"resumed from {folder / PREVIOUS}: epoch 2" in done.out
     assert (epoch_of(folder / PREVIOUS), epoch_of(folder / SNAPSHOT)) == (1, 2)
     assert f"continuing from the snapshot before it, {folder / PREVIOUS}" in done.out
+    damaged = folder / "snapshot_damaged.pt"
     with pytest.raises(UserError, match="it is damaged"):
-        read_checkpoint(folder / "snapshot_damaged.pt")
+        read_checkpoint(damaged)
+    damaged.unlink()
+    flip_a_weight(folder / SNAPSHOT)
+    assert again(folder / "../x" / SNAPSHOT).code == 0
+    assert damaged.exists(), "the same folder by another path"
     for name in (SNAPSHOT, PREVIOUS):
         os.truncate(folder / name, 100)
     again("auto").fails_with(f"{PREVIOUS} is not a checkpoint", "with another --name")

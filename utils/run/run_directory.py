@@ -142,6 +142,10 @@ class RunFolder:
             multiprocessing.util.Finalize(None, self._remove_unused, exitpriority=1)
         return self.lock is None or self.lock.poll()
 
+    def holds(self, file: Path) -> bool:
+        """Whether ``file`` is in the directory, by whatever path."""
+        return file.exists() and os.path.samefile(file.parent, self.path)
+
     def _remove_unused(self) -> None:
         """Remove the directory if the run has not begun, such as after a wrong ``--resume``."""
         if (self.path / OPTIONS).exists() or (self.lock is not None and not self.lock.is_held):
@@ -292,7 +296,7 @@ class Run:
             path = checkpoint_file(args)
         if path is None:
             return None, None
-        is_own = own is not None and path.parent == own.path and not is_url(args.resume)
+        is_own = own is not None and not is_url(args.resume) and own.holds(path)
         path, content = read_whole(path, set_aside=is_own)
         if is_url(args.resume):  # a snapshot may take gigabytes, and this process may be killed
             path.unlink(missing_ok=True)
