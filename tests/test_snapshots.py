@@ -287,6 +287,15 @@ def test_weights_do_not_begin_a_run_anew_in_its_own_directory(run, tmp_path, fil
     assert again(file, "--start-epoch", "1").code == 0, "--start-epoch asks for it"
 
 
+def test_a_snapshot_of_another_run_does_not_overwrite_that_of_a_run(run, tmp_path):
+    """As when the command that has made the run from it is typed again."""
+    folder, again = run
+    shutil.copytree(folder, tmp_path / "other")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    again(tmp_path / "other" / SNAPSHOT).fails_with(folder, "of its own", "use --resume auto, or")
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
 @pytest.fixture
 def disk(tmp_path):
     with small_disk(tmp_path) as place:

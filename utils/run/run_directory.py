@@ -275,8 +275,8 @@ class Run:
         """The content of the checkpoint to resume from; None if there is none. Sets ``source``.
 
         Opens ``--store`` first, and keeps the best model beside a snapshot of another folder.
-        Raises: `UserError` for a file with only weights in the directory of a run: training would
-        start over and overwrite that run.
+        Raises: `UserError` for a file with only weights, or a snapshot of another folder, in the
+        directory of a run: it would be overwritten.
         """
         self.source, content = self._in_rank0(self._read_checkpoint)
         return content
@@ -309,6 +309,11 @@ class Run:
                 "FILE with another --name"
             )
         if own is not None and "progress" in content and not is_url(args.resume):
+            if not is_own and args.start_epoch is None and latest(own.path):
+                raise UserError(
+                    f"{own.path} has a snapshot of its own, and continuing from {source} would "
+                    "overwrite it: use --resume auto, or another --name"
+                )
             best, kept = path.with_name(BEST), own.path / BEST
             if best.is_file() and not kept.exists():  # perhaps no later epoch is better
                 link_atomically(best, kept)
