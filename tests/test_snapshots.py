@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from conftest import SMALL, python, summary, train
-from joined import start
+from joined import command, start
 from running import eventually, fill, same, small_disk
 from test_checkpoint import ours, trained
 
@@ -294,6 +294,29 @@ def test_a_snapshot_of_another_run_does_not_overwrite_that_of_a_run(run, tmp_pat
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     again(tmp_path / "other" / SNAPSHOT).fails_with(folder, "of its own", "use --resume auto, or")
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+CRASH = """
+from torch import nn
+def forward(*_):
+    raise RuntimeError("DataLoader worker (pid 7) exited")
+nn.CrossEntropyLoss.forward = forward
+"""
+
+
+@pytest.mark.parametrize(
+    ("file", "said"), [(SNAPSHOT, "resumed from"), ("best.pt", "only its weights are loaded")]
+)
+def test_a_run_that_ends_before_its_first_snapshot_begins_again_as_it_did(
+    stopped, tmp_path, folder, file, said
+):
+    """With --resume auto it would begin with random weights."""
+    line = (*LINE[:-1], "new", "--epochs", 2, "--output-dir", tmp_path)
+    line += ("--resume", stopped / "x" / file, folder)
+    missing = f"--resume auto (unchanged while {tmp_path}/new/{SNAPSHOT} is missing)"
+    command("imagenet_nd", *line, BEFORE=CRASH).fails_with(f"run the same command with {missing}")
+    done = command("imagenet_nd", *line)
+    assert done.code == 0 and said in done.out, done
 
 
 @pytest.fixture

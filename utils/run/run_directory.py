@@ -80,12 +80,15 @@ def choose(args: Options, world: World, mode: str) -> Path | None:
 def _changes(args: Options, folder: Path) -> str:
     """What to change in the command line of a training in ``folder`` to continue it; "" if nothing.
 
-    With --start-epoch it would go back to that epoch.
+    With --start-epoch it would go back to that epoch. A run that begins from another file has no
+    snapshot at first.
     """
     source = "auto" if args.name else shlex.quote(str(folder / SNAPSHOT))
     changes = [] if args.resume == "auto" else [f"with --resume {source}"]
     changes += [] if args.start_epoch is None else ["without --start-epoch"]
-    return " and ".join(changes)
+    begins = args.resume not in (None, "auto") and not (folder / SNAPSHOT).exists()
+    until = f" (unchanged while {folder / SNAPSHOT} is missing)" if begins else ""
+    return " and ".join(changes) + until
 
 
 def claim(folder: Path) -> Path:
@@ -141,6 +144,10 @@ class RunFolder:
         if is_new:  # before the lock is released; after errors as well, see `Lock`
             multiprocessing.util.Finalize(None, self._remove_unused, exitpriority=1)
         return self.lock is None or self.lock.poll()
+
+    def is_trained(self) -> bool:
+        """Whether there is something that a training which starts over would overwrite."""
+        return latest(self.path) is not None or (self.path / BEST).exists()
 
     def holds(self, file: Path) -> bool:
         """Whether ``file`` is in the directory, by whatever path."""
@@ -302,7 +309,7 @@ class Run:
             path.unlink(missing_ok=True)
         source = args.resume if is_url(args.resume) else path  # a URL's file is a temporary one
         would_start_over = "progress" not in content and args.start_epoch is None
-        if would_start_over and own is not None and (is_own or (own.path / OPTIONS).is_file()):
+        if would_start_over and own is not None and (is_own or own.is_trained()):
             raise UserError(
                 f"{source} has weights, but no position in a training: starting over would "
                 f"overwrite the run in {own.path}. To train from these weights, use --pretrained "
