@@ -158,6 +158,9 @@ def test_amx_is_read_from_the_flags_of_the_cpu(tmp_path, monkeypatch):
     assert not amp.has_amx(info)
     for flags, limit, expected in (
         ("fpu amx_bf16 avx512f amx_tile amx_int8", "ALL", True),
+        ("fpu amx_bf16 amx_tile", "", True),  # no limit
+        ("fpu amx_bf16 amx_tile", "avx512_core_amx", True),
+        ("fpu amx_bf16 amx_tile", "AVX512_CORE_AMX_FP16", True),
         ("fpu amx_bf16 amx_tile", "AVX512_CORE_BF16", False),
         ("fpu amx_tile avx512_bf16", "ALL", False),
     ):

@@ -42,8 +42,9 @@ def autocast_dtype(args: Options, world: World) -> torch.dtype | None:
 
 def has_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     """Whether this CPU has AMX instructions for bfloat16, and oneDNN may use them."""
-    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
-    if not torch.backends.mkldnn.is_available() or not limit.endswith(("AMX", "ALL", "DEFAULT")):
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()  # such as AVX512_CORE_AMX_FP16
+    allowed = limit in ("", "ALL", "DEFAULT") or "AMX" in limit
+    if not torch.backends.mkldnn.is_available() or not allowed:
         return False
     try:
         flags = next(line for line in cpuinfo.read_text().splitlines() if line.startswith("flags"))
