@@ -142,6 +142,9 @@ def _resumes(rank: int, size: int) -> dict[str, Any]:
     world, by_method = world_of(rank, size, size // 2), {}
     for comm in NEAR:
         first, second = Training(comm, world), Training(comm, world)
+        if comm != "fp32":  # of int8 and int4, one process of each node exchanges
+            wire, among = compress.METHODS[comm].bytes_per_value, 2 if "int" in comm else size
+            assert first.exchange.sent_bytes(1000) == 2 * (among - 1) / among * wire * 1000
         first.exchange.start_at(0, 0, STEPS // 2)
         weights = [first.weights()]
         for number in range(STEPS):

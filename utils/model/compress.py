@@ -292,7 +292,7 @@ class Exchange:
         self.number = {parameter: i for i, parameter in enumerate(trained)}
         self.inside: dist.ProcessGroup | None = None
         self.first, ranks = world.rank - world.local_rank, range(world.size)
-        if 1 < world.nodes < world.size:
+        if how.bits and 1 < world.nodes < world.size:
             for first in (firsts := ranks[:: world.local_size]):  # all processes make all groups
                 group = _group_of(ranks[first : first + world.local_size])
                 self.inside = group if first == self.first else self.inside
@@ -306,8 +306,12 @@ class Exchange:
         replica.register_comm_hook(None, self._hook)
 
     def sent_bytes(self, values: int) -> float:
-        """Return the bytes that this process sends per step for so many gradient values."""
-        return ring_bytes(wire_bytes(values, self.how), self.world.size)
+        """Return the bytes that this process sends per step for so many gradient values.
+
+        If it compresses for its node: to other nodes.
+        """
+        among = self.world.size if self.inside is None else self.world.nodes
+        return ring_bytes(wire_bytes(values, self.how), among)
 
     def start_at(self, epoch: int, step: int, steps: int) -> None:
         """Set the next step: ``step`` of ``steps`` in ``epoch``, both counted from 0."""
