@@ -110,7 +110,7 @@ def test_the_models_share_of_the_peak():
     assert flops.peak("Tesla V100-SXM2-16GB", "bf16") == 125e12
     assert flops.peak("NVIDIA H100 PCIe", "bf16") == 756e12
     assert flops.peak("GeForce", "fp16") is None
-    assert flops.utilisation(4e9, 1000.0, 4, 100e12) == pytest.approx(0.03)
+    assert flops.utilisation(4e12, 4, 100e12) == pytest.approx(0.03)
 
 
 def test_the_peak_is_that_of_the_precision(monkeypatch):
@@ -125,11 +125,30 @@ def test_the_peak_is_that_of_the_precision(monkeypatch):
     ):
         session = mock.MagicMock(spec=Training)
         session.ledger, session.world = mock.MagicMock(), World(GPU)
-        session.state = SimpleNamespace(sharded=False)
+        session.state = SimpleNamespace(sharded=False, history=[{"epoch": 1}])
         session.args = SimpleNamespace(opt_level=level)
         session.loaders = SimpleNamespace(dtype=dtype)
-        report.used(session, 100.0)
+        report.used(session)
         asked.assert_called_with("T4", precision)
+
+
+def test_the_share_of_the_peak_is_of_each_epochs_own_size(monkeypatch):
+    """With --progressive; like speed, it is the median of the epochs after the first."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla T4")
+    epochs = ((1, 16.0, 5.0), (2, 16.0, 4e6), (3, 16.0, 2e6), (4, 32.0, 1e6))
+    tags = ("epoch", "Size/train", "Throughput/train")
+    session = mock.MagicMock(spec=Training)
+    session.ledger, session.world, session.train = mock.MagicMock(), World(GPU), mock.Mock()
+    session.run = SimpleNamespace(mode="nd")
+    session.ledger.totals.return_value, session.args = {}, SimpleNamespace(opt_level="O0")
+    session.train.blank = lambda side=32: torch.zeros(1, 3, side, side)
+    model, history = torch.nn.Conv2d(3, 8, 1), [dict(zip(tags, x, strict=True)) for x in epochs]
+    session.state = SimpleNamespace(sharded=False, history=history, model=model)
+    flop = 3 * 2 * 3 * 8 * 16**2  # of a small image
+    assert report.used(session) == {"mfu": pytest.approx(4e6 * flop / 8.1e12)}
+    for record in history:
+        del record["Size/train"]
+    assert report.used(session) == {"mfu": pytest.approx(2e6 * 4 * flop / 8.1e12)}
 
 
 def test_gpus_of_data_parallel_are_all_of_the_machine(monkeypatch):

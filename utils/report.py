@@ -23,7 +23,7 @@ from utils.run.stopping import WHY, Reason
 from utils.session import Session, Training
 from utils.start import errors
 from utils.start.option_types import Options
-from utils.start.typical import over_epochs
+from utils.start.typical import over_epochs, typical
 from utils.start.world import KERNELS
 
 log = logging.getLogger(__name__)
@@ -135,20 +135,28 @@ def gpu_count(session: Session) -> int:
     return torch.cuda.device_count() if is_gpu_dp else world.size
 
 
-def used(session: Session, images_per_s: float | None) -> dict[str, float]:
+def used(session: Session) -> dict[str, float]:
     """What the run has used: `Ledger.totals` and, on a GPU that is known, "mfu"."""
     if not isinstance(session, Training) or session.ledger is None:
         return {}
     totals, device = session.ledger.totals(), session.world.device
-    if device.type == "cuda" and images_per_s and not session.state.sharded:
+    if device.type == "cuda" and not session.state.sharded:
         precision = session.args.opt_level or amp.NAMES[session.loaders.dtype]
         is_float32 = precision in ("fp32", "off", "O0")
         name = torch.cuda.get_device_name(device)
         if peak := flops.peak(name, "fp32" if is_float32 else precision):
-            of_image = flops.of_image(session.state.model, session.train.blank())
-            gpus = gpu_count(session)
-            totals["mfu"] = flops.utilisation(of_image, images_per_s, gpus, peak)
+            if forward := _forward_operations(session):
+                totals["mfu"] = flops.utilisation(forward, gpu_count(session), peak)
     return totals
+
+
+def _forward_operations(session: Session) -> float | None:
+    """Operations of forward passes per second, over the epochs; None before the first one ends."""
+    history, tag = session.state.history, "Size/train"  # which only --progressive has
+    sides = {int(record.get(tag, 0)) for record in history}
+    each = {x: flops.of_image(session.state.model, session.train.blank(x)) for x in sides}
+    rates = [(x["epoch"], each[int(x.get(tag, 0))] * x["Throughput/train"]) for x in history]
+    return typical(dict(rates))
 
 
 def sent_mb(session: Session) -> float:
@@ -213,7 +221,7 @@ def end(
         "snapshot_pause_seconds": max(pauses, default=None),
         "hardware": {tag: mean[tag] for tag in tags if tag.startswith(("GPU/", "CPU/"))},
     }
-    totals = used(session, mean.get("Throughput/train"))
+    totals = used(session)
     results |= totals
     if state.ema is not None:
         results["best_weights"] = "ema" if best.get("ema") else "model"

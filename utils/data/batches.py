@@ -121,9 +121,9 @@ class Batches(Generic[AnySampler]):
         """Set `waited` and `reading` to zero."""
         self.waited, self.reading, self.taken = 0.0, Reading(), 0
 
-    def blank(self) -> Tensor:
-        """A batch of one image of zeros."""
-        side = self.dataset.size
+    def blank(self, side: int = 0) -> Tensor:
+        """A batch of one image of zeros, by default of the largest size."""
+        side = side or self.dataset.size
         return torch.zeros(1, 3, side, side, dtype=self.dtype, device=self.device)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:

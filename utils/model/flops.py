@@ -46,6 +46,7 @@ def peak(name: str, precision: str) -> float | None:
     return known[-1][precision == "fp32"] if known else None
 
 
-def utilisation(flops: float, images_per_s: float, gpus: int, peak: float) -> float:
-    """The fraction of the ``gpus``' peak that training needs; ``flops`` of an image's forward."""
-    return TRAINING * flops * images_per_s / (gpus * peak)
+def utilisation(forward: float, gpus: int, peak: float) -> float:
+    """The fraction of the ``gpus``' peak that training needs; ``forward`` passes take so many
+    operations per second."""
+    return TRAINING * forward / (gpus * peak)
