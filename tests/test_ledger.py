@@ -141,7 +141,7 @@ def test_the_share_of_the_peak_is_of_each_epochs_own_size(monkeypatch):
     session.ledger, session.world, session.train = mock.MagicMock(), World(GPU), mock.Mock()
     session.run = SimpleNamespace(mode="nd")
     session.ledger.totals.return_value, session.args = {}, SimpleNamespace(opt_level="O0")
-    session.train.blank = lambda side=32: torch.zeros(1, 3, side, side)
+    session.train.blank = lambda side: torch.zeros(1, 3, side or 32, side or 32)
     model, history = torch.nn.Conv2d(3, 8, 1), [dict(zip(tags, x, strict=True)) for x in epochs]
     session.state = SimpleNamespace(sharded=False, history=history, model=model)
     flop = 3 * 2 * 3 * 8 * 16**2  # of a small image

@@ -144,9 +144,9 @@ def used(session: Session) -> dict[str, float]:
         precision = session.args.opt_level or amp.NAMES[session.loaders.dtype]
         is_float32 = precision in ("fp32", "off", "O0")
         name = torch.cuda.get_device_name(device)
-        if peak := flops.peak(name, "fp32" if is_float32 else precision):
-            if forward := _forward_operations(session):
-                totals["mfu"] = flops.utilisation(forward, gpu_count(session), peak)
+        peak = flops.peak(name, "fp32" if is_float32 else precision)
+        if peak and (forward := _forward_operations(session)):
+            totals["mfu"] = flops.utilisation(forward, gpu_count(session), peak)
     return totals
 
 
