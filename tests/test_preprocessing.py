@@ -152,6 +152,10 @@ def test_evaluation_uses_the_preprocessing_of_training(folder, tmp_path):
         ("160:192", 32, (160,) * 25 + (192,) * 7),
         ("96:224", 40, (96,) * 29 + (128, 160, 160, 192) + (224,) * 7),
         ("24:40", 10, (24,) * 7 + (32,) + (40,) * 2),  # in steps of their greatest common divisor
+        ("160:192", 2, (160, 192)),  # few epochs end at the larger size, too
+        ("64:224", 3, (64, 64, 224)),
+        ("160:192", 1, (192,)),
+        ("160:192", 0, ()),
         ("160,96,128", 7, (160, 160, 160, 96, 96, 128, 128)),
     ],
 )

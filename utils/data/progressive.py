@@ -46,6 +46,7 @@ def sizes(text: str | None, epochs: int) -> tuple[int, ...]:
         done = ((epoch + 0.5) / epochs - GROWS_FROM) / (GROWS_UNTIL - GROWS_FROM)
         side = low + (high - low) * min(1.0, max(0.0, done))
         by_epoch.append(step * math.floor(side / step + 0.5))
+    by_epoch[-1:] = [high] * (epochs > 0)  # the middle of the last of three or fewer is too early
     return tuple(by_epoch)
 
 
