@@ -99,6 +99,8 @@ def test_the_wrappers_torchrun_takes_a_node_to_the_preflight_check(clean):
     [
         ("-g 3", {}, "-g 3 is too large: GPUs of this node: 2"),
         ("-n 2 -nr 2", MASTER, "--node-rank 2 is not one of the node ranks 0 to 1"),
+        ("", {"NODE_RANK": "1"}, "^NODE_RANK=1 in the environment is not one of .* ranks 0 to 0"),
+        ("", BY_OPERATOR | {"RANK": "2"}, "^RANK=2 in the environment is not one of"),
         ("", {"WORLD_SIZE": "2"}, "--dist-url tcp://IP:PORT"),
         ("-n 2", MASTER | {"MASTER_PORT": "99999"}, "MASTER_PORT=99999 is wrong: "),
         ("-n 2", MASTER | {"MASTER_ADDR": ""}, "2 nodes need the address of node 0"),

@@ -353,14 +353,15 @@ def run(worker: Callable[[OptionsT], int], args: OptionsT) -> int:
 
 def _node(args: Options) -> tuple[int, int, tuple[str, int]]:
     """This node's rank, the number of nodes, and node 0's host and port. Raises: `UserError`."""
-    nodes, rank = args.nodes, args.node_rank
+    nodes, rank, given = args.nodes, args.node_rank, f"--node-rank {args.node_rank}"
     if nodes is None:
         nodes = from_environment("WORLD_SIZE", positive, 1)
     if rank is None:
         name = "NODE_RANK" if "NODE_RANK" in os.environ or nodes == 1 else "RANK"
         rank = from_environment(name, count, 0)
+        given = f"{name}={rank} in the environment"
     if rank >= nodes:
-        raise UserError(f"--node-rank {rank} is not one of the node ranks 0 to {nodes - 1}")
+        raise UserError(f"{given} is not one of the node ranks 0 to {nodes - 1} (--nodes {nodes})")
     if args.dist_url:
         return rank, nodes, parse_tcp_url(args.dist_url)
     if nodes == 1:  # MASTER_ADDR in the environment would be that of another job
