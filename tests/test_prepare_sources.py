@@ -1,5 +1,6 @@
 """`prepare_data.py` with miniatures of Fashion-MNIST, CIFAR-10 and ImageNet."""
 
+import codecs
 import gzip
 import os
 import pickle
@@ -156,7 +157,7 @@ def make(layout, folder):
             flat = split == "val" and layout != "kaggle_sorted"
             files[f"{root}{f'val/{name}' if flat else path}"] = data
     more = {
-        "kaggle": {CSV: solution()},
+        "kaggle": {CSV: codecs.BOM_UTF8 + solution()},  # as an editor writes it
         "kaggle_sorted": {CSV: b""},  # with folders for the classes of val
         "imagenet100": {"Labels.json": b"{}"},
         "flat": {

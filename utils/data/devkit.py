@@ -42,7 +42,7 @@ def val_labels(folder: Path) -> dict[str, str]:
     try:
         if files[0].name == DEVKIT:
             return _of_devkit(files[0])
-        with files[0].open(newline="") as file:
+        with files[0].open(encoding="utf-8-sig", newline="") as file:
             rows = csv.DictReader(file)
             return {f"{row['ImageId']}.JPEG": row["PredictionString"].split()[0] for row in rows}
     except Exception as error:  # damaged files cause many types of error
