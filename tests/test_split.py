@@ -221,6 +221,27 @@ def test_a_table_that_contradicts_itself(tmp_path):
     assert tree(data) == before
 
 
+@pytest.mark.parametrize("layout", ["a table", "a table, images in train", "class folders"])
+def test_other_labels_than_at_first_need_undo(tmp_path, layout):
+    """A table that was corrected, or one for images that were divided by their folders."""
+    data, table = own(tmp_path / "my photos", layout), tmp_path / "labels.csv"
+    command, rows = ("split", data, "--val", 0.2), [f"{name},x{name[-8]}" for name in images(data)]
+    table.write_text("\n".join(rows))
+    has_table = "table" in layout
+    succeed(*command, *["--labels", table] * has_table)
+    next(data.rglob("train/*a/*")).unlink()  # a bad image, which the table still names
+    succeed(*command, *["--labels", table] * has_table)
+    table.write_text(table.read_text().replace("xb", "emu"))
+    before = tree(data)
+    for words in (["--labels", table], [])[: 1 + has_table]:
+        message = fail(*command, *words)
+        assert f"{data} was divided by other labels than {table} has: first run `" in message
+    assert tree(data) == before
+    succeed(*shlex.split(re.search("`(.*)`", message)[1])[2:])
+    succeed(*command, "--labels", table)
+    assert {path.name for path in (data / "train").iterdir()} == {"xa", "emu"}
+
+
 @pytest.mark.parametrize("linked", ["train", "train/a", "train/a/sub", "a"])
 def test_images_of_another_data_set_are_not_moved(tmp_path, monkeypatch, linked):
     """A link to a folder, of a part, a class or below it. What the error proposes works."""

@@ -74,6 +74,8 @@ def _split(data: Path, args: argparse.Namespace) -> None:
         raise UserError(
             f"--val and --test take {sum(wanted.values()):.0%}: leave some for training"
         )
+    if marker and not args.undo:
+        _check_labels(data, marker, args.labels)
     state = {**marker} if marker else _describe(data, args.labels)
     state |= wanted | {"seed": args.seed if args.seed is not None else marker.get("seed", 0)}
     own = [part for part in PARTS if part in marker or wanted[part]]
@@ -160,7 +162,8 @@ def _describe(data: Path, table: Path | None) -> dict[str, Any]:
                 return {"layout": "folders", "classes": classes}
             table = layouts.label_table(data)
         if table is not None:
-            return {"layout": "table", "from": _labelled(data, table)}
+            labels = os.path.abspath(table)
+            return {"layout": "table", "from": _labelled(data, table, {}), "labels": labels}
     if not train.is_dir() or source_kind(train) is not FOLDER or not class_names(train):
         text = f"{data} has no class folders of images, neither in it nor in train/"
         if not train.is_dir() and (one := layouts.classes_at_top(data, least=1)):
@@ -171,8 +174,20 @@ def _describe(data: Path, table: Path | None) -> dict[str, Any]:
     return {"layout": "train"}
 
 
-def _labelled(data: Path, table: Path) -> dict[str, str]:
-    """Place CLASS/NAME -> path below ``data`` of each image in a table. Raises: `UserError`."""
+def _check_labels(data: Path, marker: dict[str, Any], table: Path | None) -> None:
+    """Raise `UserError` if the table, by default that of the first call, has other labels now."""
+    if table is None and os.path.isfile(first := marker.get("labels", "")):
+        table = Path(first)
+    known = marker.get("from")
+    if table is not None and (not known or _labelled(data, table, known) != known):
+        undo = layouts.command("prepare_data.py", "split", data, "--undo")
+        text = f"{data} was divided by other labels than {table} has: first run `{undo}`"
+        raise UserError(f"{text}, then this command again")
+
+
+def _labelled(data: Path, table: Path, known: dict[str, str]) -> dict[str, str]:
+    """Place CLASS/NAME -> path below ``data`` of each image in a table. ``known``: the same of
+    images that may have moved. Raises: `UserError`."""
     try:
         text = table.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
@@ -180,7 +195,9 @@ def _labelled(data: Path, table: Path) -> dict[str, str]:
     first = text.partition("\n")[0]
     rows = list(csv.reader(text.splitlines(), delimiter=max(",;\t", key=first.count)))
     files: dict[str, str] = {}
-    names = [str(path.relative_to(data)) for path in sorted(data.rglob("*")) if path.is_file()]
+    moved = {f"{part}/{one}": known[one] for part in ("train", *PARTS) for one in known}
+    paths = [str(path.relative_to(data)) for path in data.rglob("*") if path.is_file()]
+    names = sorted({*known.values(), *(moved.get(path, path) for path in paths)})
     images = [n for n in names if n.lower().endswith(SUFFIXES) and not _any_hidden(n)]
     for name in images:  # a table may name the path, the file, or the file without its suffix
         for key in (Path(name).name, Path(name).stem):
