@@ -11,6 +11,7 @@ a command is interrupted, run it again: it finishes the work.
 
 import argparse
 import sys
+import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -75,8 +76,9 @@ def convert_parquet(args: argparse.Namespace) -> None:
     source, out = check_apart(args.source, args.out)
     kind = "folders" if args.folders else f"shards of {args.size} MB"
     names = args.names.resolve() if args.names else None
-    what = f"parquet (source {source}, names {names}, {kind})"
     splits = parquet.open_parquet(source, names, args.size)
+    table = f"{names} ({zlib.crc32(names.read_bytes()):08x})" if names else None
+    what = f"parquet (source {source}, names {table}, {kind})"
     write = None if args.folders else shards.write_shards
     fill(out, what, SPLITS, lambda _: splits, args.workers, write)
 

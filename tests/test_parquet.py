@@ -103,8 +103,11 @@ def test_names_from_the_metadata_or_a_table(tmp_path):
     succeed("parquet", tmp_path / "in", tmp_path / "table", "--names", tmp_path / "names")
     assert (tmp_path / "table/train/classes.txt").read_text() == "yak\nzebra\n"
     assert folder_of(tmp_path / "table")["train/yak/00000000.png"] == b"\x89PNG1"
-    # Shards of other names or another size would stand beside these.
-    for more in ((), ("--names", tmp_path / "names", "--size", 2)):
+    table = ("--names", tmp_path / "names")
+    assert "nothing to do" in succeed("parquet", tmp_path / "in", tmp_path / "table", *table)
+    # Shards of other names or another size would stand beside these, or have other names.
+    (tmp_path / "names").write_text("zebra\nyaks\n")
+    for more in ((), (*table, "--size", 2), table):
         message = fail("parquet", tmp_path / "in", tmp_path / "table", *more)
         assert "choose another folder" in message
     (tmp_path / "names").write_text("zébra\nyak\n", "latin-1")
