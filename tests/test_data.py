@@ -200,7 +200,7 @@ def build(root, *words, **world):
         return loaders.build_loaders(args, World(TO[0], **world), torch.float32)
 
 
-def test_loaders_of_a_folder(folder, tmp_path):
+def test_loaders_of_a_folder(folder, tmp_path, capsys):
     made = build(folder)
     assert made.classes == ["class_0", "class_1", "class_2"]
     assert (len(made.train.sampler), len(made.val.sampler), made.test) == (15, 6, None)
@@ -227,6 +227,12 @@ def test_loaders_of_a_folder(folder, tmp_path):
     for words in (("--classes", "2"), (*evaluate, "--part", "test")):
         with pytest.raises(UserError, match=r"different classes: only train has class_1"):
             build(tmp_path, *words)
+    shutil.rmtree(tmp_path / "test")  # as a contest's, whose classes are secret
+    shutil.copytree(folder / "val/class_0", tmp_path / "test")
+    assert build(tmp_path).test is None
+    assert f"note: {tmp_path}/test has no class folders" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"test has no class folders.* move its images into test/C"):
+        build(tmp_path, *evaluate, "--part", "test")
 
 
 def test_synthetic_images_are_divided_equally_among_1000_classes():

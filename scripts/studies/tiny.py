@@ -55,7 +55,7 @@ def copy_images(data: Path, choice: str | None, out: Path) -> int:
     names = select(choice, opening.class_folders(data / "train"))[:CLASSES]
     number = -(-IMAGES // len(names))
     for part in PARTS:
-        if part == "test" and not opening.has_part(data / part):
+        if part == "test" and not opening.has_classes(data / part):
             continue
         source = opening.open_source(data / part, names)
         for label, name in enumerate(names):

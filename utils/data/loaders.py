@@ -9,12 +9,12 @@ from utils.data import classes as choose
 from utils.data.batches import BadFiles, EvalBatches, TrainBatches
 from utils.data.dummy import Dummy
 from utils.data.images import ImageBatches
-from utils.data.opening import check_same_classes, class_folders, has_part, open_source
+from utils.data.opening import check_same_classes, class_folders, has_classes, has_part, open_source
 from utils.data.preprocessing import Preprocessing
 from utils.data.samplers import EvalSampler, TrainSampler, step_shape
 from utils.data.sources import Source
 from utils.start import preflight
-from utils.start.errors import UserError
+from utils.start.errors import UserError, printable
 from utils.start.option_types import Options
 from utils.start.world import World, broadcast_from_rank0, first_on_node
 
@@ -63,7 +63,7 @@ def _open_parts(args: Options, world: World) -> dict[str, Source]:
     root, first = Path(args.data), "train"
     world.stage(f"reading the lists of images in {root}")
     # Opening a part is collective, so rank 0 decides, and a node without it reports that.
-    has_test = broadcast_from_rank0(lambda: has_part(root / "test"), world)
+    has_test = broadcast_from_rank0(lambda: _has_test(root, args.evaluate), world)
     parts = ["train", "val", *["test"] * has_test]
     if args.evaluate:
         parts, first = [args.part], "train" if has_part(root / "train") else args.part
@@ -78,6 +78,16 @@ def _open_parts(args: Options, world: World) -> dict[str, Source]:
     # The first process of a node makes the index of tar files; the others read its cache.
     classes = first_on_node(find_classes, world)
     return {part: _open_part(part, classes, args, world) for part in parts}
+
+
+def _has_test(root: Path, evaluate: bool) -> bool:
+    """Whether the test part has classes. Notes a folder of test images without them."""
+    if has_classes(root / "test"):
+        return True
+    if has_part(root / "test") and not evaluate:
+        text = f"note: {root / 'test'} has no class folders: the best model is not tested on it"
+        print(printable(text), flush=True)
+    return False
 
 
 def _open_part(part: str, classes: list[str], args: Options, world: World) -> Source:

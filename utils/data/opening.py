@@ -42,13 +42,19 @@ def has_part(root: Path) -> bool:
     return root.is_dir() or source_kind(root) is not FOLDER
 
 
+def has_classes(root: Path) -> bool:
+    """Whether a part exists and has classes. A contest's test images have none: training does
+    without them."""
+    return source_kind(root) is not FOLDER or bool(folder.class_names(root))
+
+
 def class_folders(root: Path) -> list[str]:
     """Sorted names of the classes in ``root``. Raises `UserError` if there are none."""
     if names := source_kind(root).class_names(root):
         return names
     why = layouts.advice(root.parent)
-    if root.name == "test":  # training is possible without it, as with a contest's test images
-        why = f"move it out of {root.parent}, or its images into test/CLASS/"
+    if root.name == "test":
+        why = "move its images into test/CLASS/; --part val uses DATA/val"
     if root.is_dir():
         text = f"folder {root} has no class folders in it{(why and f': {why}') or ''}"
     elif root.name == "test":
