@@ -68,7 +68,7 @@ import numpy as np
 import torch
 from bench import commands, pipelines, rounds
 
-from utils.data.opening import class_folders, open_source
+from utils.data.opening import FOLDER, class_folders, open_source, source_kind
 from utils.data.samplers import Batch, epoch_order
 from utils.data.sources import Source
 from utils.start.cores import usable_cores
@@ -90,6 +90,8 @@ Row = tuple[pipelines.Pipeline, Source, float]  # the float: latency in ms
 def main() -> int:
     args = parse()
     torch.set_num_threads(1)
+    if args.data:
+        check(args.data / "train")
     if args.latency and SLOW_PATHS not in os.environ:
         restart_with_slow_disk(args)
     originals = (args.data or made_images(args)).resolve()
@@ -115,6 +117,14 @@ def main() -> int:
     print(f"torch {torch.__version__}, {usable_cores()} cores\n", flush=True)
     print(compare(rows, args))
     return 0
+
+
+def check(train: Path) -> None:
+    """Raise `UserError` unless ``train`` has class folders: other pipelines read files by name."""
+    if source_kind(train) is not FOLDER:
+        text = f"{train} holds tar files: give DATA with class folders, as other pipelines read"
+        raise UserError(f"{text} no tar files, and shards for --latency are made here")
+    class_folders(train)
 
 
 def restart_with_slow_disk(args: argparse.Namespace) -> None:

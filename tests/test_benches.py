@@ -20,6 +20,7 @@ from conftest import python
 from gpu_report import Part
 from joined import Job, run_jobs
 from nodes import need
+from preparing import put, tar_bytes
 from running import wait_for_group
 
 from utils.start.errors import UserError
@@ -200,6 +201,15 @@ def test_ratios_are_of_cpu_time_to_the_first_row_and_round_by_round(monkeypatch,
     _, *rows = cells(bench_input.compare(rows, args))
     ratios = [["1.00", "2.00"], ["0.40", "4.00"], ["0.50", "1.00"], ["0.10", "1.00"]]
     assert [row[-2:] for row in rows] == ratios
+
+
+def test_tar_files_are_refused_before_they_are_copied(monkeypatch, tmp_path):
+    """Other pipelines read files by their names."""
+    put(tmp_path, {"train.tar": tar_bytes([("train/a/1.jpg", b"x")])})
+    monkeypatch.setattr(sys, "argv", ["", str(tmp_path), "--cache", str(tmp_path / "cache")])
+    with pytest.raises(UserError, match=f"{tmp_path}/train holds tar files: .* class folders"):
+        bench_input.main()
+    assert [path.name for path in tmp_path.iterdir()] == ["train.tar"]
 
 
 @pytest.mark.long
