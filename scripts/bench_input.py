@@ -122,8 +122,8 @@ def main() -> int:
 def check(train: Path) -> None:
     """Raise `UserError` unless ``train`` has class folders: other pipelines read files by name."""
     if source_kind(train) is not FOLDER:
-        text = f"{train} holds tar files: give DATA with class folders, as other pipelines read"
-        raise UserError(f"{text} no tar files, and shards for --latency are made here")
+        text = f"{train} holds tar files, which other pipelines do not read"
+        raise UserError(f"{text}: give DATA with class folders, also with --latency")
     class_folders(train)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from utils.data import classes, list_cache
 from utils.data.folder import open_folder
-from utils.data.opening import class_folders
+from utils.data.opening import class_folders, open_source
 from utils.start.errors import UserError
 
 
@@ -101,7 +101,7 @@ def test_class_folders(tmp_path):
         ("b", r"cannot read .*/b.*: Too many levels"),
     ):
         with pytest.raises(UserError, match=message):
-            open_folder(tmp_path, ["a", name])
+            open_source(tmp_path, ["a", name])
     make(tmp_path, "pack.npz")
     with pytest.raises(UserError, match=r"holds decoded pixels.*prepare_data\.py shards"):
         class_folders(tmp_path)

@@ -65,6 +65,12 @@ def test_training_reads_the_images_of_the_folder_in_its_order(odd, shards):
     assert all(index.read(i) == folder.read(i) for i in range(len(folder)))
 
 
+def test_shards_are_copied_with_a_class_that_has_no_images(shards, tmp_path):
+    succeed("shards", shards, tmp_path / "out", "--size", 1)
+    assert folder_of(tmp_path / "out") == folder_of(shards)
+    assert (tmp_path / "out/train/classes.txt").read_text().splitlines() == CLASSES
+
+
 def test_a_shard_that_is_lost_is_written_again_and_a_new_image_is_refused(tmp_path):
     names = [f"{c}/{i:02d}.jpg" for c in "ab" for i in range(15)]
     put(tmp_path / "data/train", dict.fromkeys(names, b"x" * 90_000))

@@ -22,7 +22,7 @@ from prepare.writing import (
 
 from utils.data import devkit, layouts
 from utils.data.folder import class_names, listings
-from utils.data.opening import FOLDER, class_folders, has_part, open_source, source_kind
+from utils.data.opening import FOLDER, class_folders, has_part, source_kind
 from utils.data.sources import SUFFIXES, Source, is_hidden
 from utils.start.errors import UserError
 
@@ -92,9 +92,10 @@ def _open_split(data: Path, layout: layouts.Layout | None, split: str) -> Images
     root = folders[0] if folders else data / split
     if not has_part(root):
         return None
-    if source_kind(root) is not FOLDER:
+    if (kind := source_kind(root)) is not FOLDER:
         classes = class_folders(root)
-        return Images(open_source(root, classes, shows=True), classes)
+        source = kind.open(root, classes, True)  # also with a class that has no images
+        return Images(source, classes) if len(source) else None
     classes = class_names(root)
     lists = zip(classes, listings(root, classes, shows=True), strict=True)
     paths = {name: listing.paths for name, listing in lists if listing.paths}

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from utils.data import list_cache as cache
 from utils.data.list_cache import Listing, folder_stamp, is_racy
-from utils.data.sources import SUFFIXES, THREADS, Source, is_hidden, reject_empty_classes
+from utils.data.sources import SUFFIXES, THREADS, Source, is_hidden
 from utils.start.errors import UserError, printable
 
 _SUFFIXES = tuple(suffix.encode() for suffix in SUFFIXES)
@@ -32,11 +32,10 @@ def open_folder(root: Path, classes: list[str], shows: bool = False) -> Source:
     """The image files below ``root``/CLASS/, sub-folders included.
 
     Lists the folder, or reads the list that an earlier run has cached. ``shows``: draw a progress
-    bar. Raises: `UserError` for a class folder that is missing or has no image.
+    bar. Raises: `UserError` for a class folder that is missing.
     """
     lists = [listing.paths for listing in listings(root, classes, shows)]
     counts = [paths.count(b"\0") for paths in lists]
-    reject_empty_classes(root, classes, counts)
     return Source(root, classes, b"".join(lists), counts)
 
 

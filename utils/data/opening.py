@@ -4,8 +4,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from utils.data import folder, layouts, tars
-from utils.data.sources import Source
+from utils.data.sources import SUFFIXES, Source
 from utils.start.errors import UserError
 
 
@@ -32,9 +34,16 @@ def source_kind(root: Path) -> Kind:
 def open_source(root: Path, classes: list[str], shows: bool = False) -> Source:
     """The images of ``classes`` in DATA/train, DATA/val or DATA/test.
 
-    ``shows``: draw a progress bar on a terminal. Raises: `UserError`.
+    ``shows``: draw a progress bar on a terminal. Raises: `UserError`, also for an empty class.
     """
-    return source_kind(root).open(root, classes, shows)
+    kind = source_kind(root)
+    source = kind.open(root, classes, shows)
+    counts = np.bincount(source.targets, minlength=len(classes))
+    if not counts.all():
+        name = classes[int(counts.argmin())]
+        what = f"class folder {root}/{name}" if kind is FOLDER else f"class {name} of {root}"
+        raise UserError(f"{what} has no images ({' '.join(SUFFIXES)})", on_every_rank=True)
+    return source
 
 
 def has_part(root: Path) -> bool:

@@ -99,14 +99,6 @@ class Source:
             return 0  # a dangling link: reading it will report that
 
 
-def reject_empty_classes(root: Path, classes: list[str], counts: Sequence[int]) -> None:
-    """Raise `UserError` if one of ``classes`` has no images; ``counts``: how many each has."""
-    for name, count in zip(classes, counts, strict=True):
-        if not count:
-            text = f"class folder {root}/{name} has no images ({' '.join(SUFFIXES)})"
-            raise UserError(text, on_every_rank=True)
-
-
 def is_hidden(name: str) -> bool:
     """Whether a file or folder is no part of a data set: hidden, or left by a system."""
     return name.startswith(".") or name.lower() in SYSTEM_NAMES
@@ -158,7 +150,6 @@ class Archive(Source):
         rows = np.concatenate([np.arange(images[n], images[n + 1]) for n in taken])
         paths = b"".join(index.paths[bounds[n] : bounds[n + 1]] for n in taken)
         counts = [index.counts[n] for n in taken]
-        reject_empty_classes(root, chosen, counts)
         super().__init__(root, chosen, paths, counts)
         self.files, self.records = index.files, index.records[rows]
         self.numbers = index.numbers[rows].astype(np.uint16)
