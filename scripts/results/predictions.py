@@ -175,7 +175,7 @@ def predict(best: Best, args: Options, world: World, all_classes: bool) -> Predi
     return Predictions(
         classes=best.classes,
         present=present,
-        paths=[os.path.relpath(source.path(i), source.root) for i in indices.tolist()],
+        paths=[source.name(i) for i in indices.tolist()],
         targets=targets,
         top=top,
         probabilities=probabilities,
