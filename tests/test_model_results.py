@@ -230,6 +230,9 @@ def test_names_of_wordnet_classes(tmp_path):
     )
     found = wordnet.find(ids, tmp_path / "data")
     assert found == {ids[0]: "n01440764 tench, Tinca tinca", ids[1]: "n01443537 goldfish"}
+    long = f'n01440764,"{"tench " * 30_000}\n'  # a quotation mark that is never closed
+    (tmp_path / "data/class_names.csv").write_text(long)
+    assert wordnet.find(ids, tmp_path / "data") == found
     (tmp_path / "data/Labels.json").write_text('{"n01440764": "tench"}')
     assert wordnet.find(ids, tmp_path / "data") == {ids[0]: "n01440764 tench", ids[1]: ids[1]}
     many = [f"n{i:08}" for i in range(1000)]

@@ -219,6 +219,9 @@ def test_a_table_that_contradicts_itself(tmp_path):
     before, message = tree(data), fail("split", data, "--val", 0.2, "--labels", table)
     assert f"{table} names an image twice, with different classes" in message
     assert tree(data) == before
+    table.write_text(f'a_00,"{"x" * 150_000}\n')  # a quotation mark that is never closed
+    message = fail("split", data, "--val", 0.2, "--labels", table)
+    assert f"cannot read {table}: give a CSV file" in message
 
 
 @pytest.mark.parametrize("layout", ["a table", "a table, images in train", "class folders"])

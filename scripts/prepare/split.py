@@ -190,10 +190,10 @@ def _labelled(data: Path, table: Path, known: dict[str, str]) -> dict[str, str]:
     images that may have moved. Raises: `UserError`."""
     try:
         text = table.read_text(encoding="utf-8-sig")
-    except (OSError, ValueError) as error:
+        first = text.partition("\n")[0]
+        rows = list(csv.reader(text.splitlines(), delimiter=max(",;\t", key=first.count)))
+    except (OSError, ValueError, csv.Error) as error:
         raise UserError(f"cannot read {table}: give a CSV file (name, class) in UTF-8") from error
-    first = text.partition("\n")[0]
-    rows = list(csv.reader(text.splitlines(), delimiter=max(",;\t", key=first.count)))
     files: dict[str, str] = {}
     moved = {f"{part}/{one}": known[one] for part in ("train", *PARTS) for one in known}
     paths = [str(path.relative_to(data)) for path in data.rglob("*") if path.is_file()]

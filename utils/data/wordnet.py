@@ -45,9 +45,9 @@ def _read(file: Path) -> dict[str, str]:
         text = file.read_text(encoding="utf-8-sig")
         if file.suffix == ".json":
             return {str(key): str(value) for key, value in json.loads(text).items()}
-    except (OSError, ValueError, AttributeError):
+        if file.suffix == ".csv":
+            return {row[0]: row[1] for row in csv.reader(text.splitlines()) if len(row) > 1}
+    except (OSError, ValueError, AttributeError, csv.Error):
         return {}
-    if file.suffix == ".csv":
-        return {row[0]: row[1] for row in csv.reader(text.splitlines()) if len(row) > 1}
     pairs = (line.partition(" ") for line in text.splitlines())
     return {key: words.strip() for key, _, words in pairs}
