@@ -33,7 +33,7 @@ def main() -> int:
     for line in proof.epochs.values():
         print(line)
     done = _epochs_done(args.run / "summary.json")
-    if done is not None and done > proof.position[0] + bool(proof.position[1]):
+    if done is not None and done > proof.position[0] + proof.complete:
         proof.problems.append(f"{done} epochs are finished, but the log ends earlier")
     for problem in proof.problems[:MOST]:
         print(f"problem: {problem}")

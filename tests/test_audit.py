@@ -77,7 +77,11 @@ def test_steps_after_the_last_snapshot_are_counted_as_repeated(log, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "what", ["other image", "gap", "lost end", "missing epoch", "no log", "not a log"]
+    "what",
+    [
+        *("other image", "more steps", "gap", "lost end", "missing end", "missing epoch"),
+        *("no log", "not a log", "half a step"),
+    ],
 )
 def test_a_broken_promise_is_named(log, tmp_path, what):
     file, lines = log
@@ -87,15 +91,24 @@ def test_a_broken_promise_is_named(log, tmp_path, what):
         one = taken[-1]
         one["taken"][1] = "0" * len(one["taken"][1])
         answer = "process 1 read other images than the order of this seed and epoch"
+    elif what == "more steps":  # in one process
+        taken[1]["taken"][1] *= 2
+        answer = "epoch 2, step 1: the processes have taken different numbers of steps"
     elif what == "gap":
         lines.remove(taken[1])
         answer = "epoch 2, step 2 follows epoch 2, step 1"
     elif what == "lost end":  # of the processes before those that resumed
         lines.append(lines[0] | {"began": [2, 3]})
         answer = "steps before epoch 3, step 3 are missing: the log ends at epoch 2, step 5"
+    elif what == "missing end":  # the disk was full
+        lines = lines[: lines.index(taken[3])]
+        answer = "2 epochs are finished, but the log ends earlier"
     elif what == "missing epoch":
         lines = [line for line in lines if line.get("epoch") != 1]
         answer = "2 epochs are finished, but the log ends earlier"
+    elif what == "half a step":
+        taken[1]["taken"] = [text[:5] for text in taken[1]["taken"]]
+        code, answer = 2, f"line {lines.index(taken[1]) + 1}: not a line of --audit"
     file.write_text("\n".join(map(json.dumps, lines)) + "\n")
     if what == "no log":
         file.unlink()

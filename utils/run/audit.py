@@ -220,9 +220,13 @@ def _take(proof: Proof, steps: dict[tuple[int, int], Any], setup: Setup, line: d
             f"epoch {epoch + 1}, step {first} follows epoch {proof.position[0] + 1}, step "
             f"{proof.position[1]}"
         )
-    if len(taken) != setup.shards:
-        raise ValueError
     size = DIGITS * setup.accum
+    if len(taken) != setup.shards or any(len(text) % size for text in taken):
+        raise ValueError
+    if len(set(map(len, taken))) > 1:
+        proof.problems.append(
+            f"epoch {epoch + 1}, step {first}: the processes have taken different numbers of steps"
+        )
     order = epoch_order(setup.images, setup.seed, epoch)
     for number in range(len(taken[0]) // size):
         step = first + number
