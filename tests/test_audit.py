@@ -10,6 +10,7 @@ from conftest import python
 from joined import Job, run_jobs
 from torch import nn
 
+from utils.data.samplers import checksum, epoch_order
 from utils.epoch import weights_checksum
 from utils.run import audit
 from utils.start.errors import UserError
@@ -119,6 +120,29 @@ def test_a_broken_promise_is_named(log, tmp_path, what):
     done = audited(tmp_path)
     assert done.code == code, done.out
     assert answer in (done.err if code == 2 else done.out)
+
+
+def test_another_batch_size_after_a_resume(tmp_path):
+    """In mid-epoch, of which some images are trained on again; and after an epoch's last step."""
+    file = tmp_path / audit.FILE
+    for batch, began, *taken in (
+        (12, (0, 0), (0, 0, 36)),  # epoch, the first image and the one after the last
+        (20, (0, 1), (0, 20, 60), (1, 0, 60)),
+        (30, (1, 2), (2, 0, 60)),
+    ):
+        log = audit.Log(file, audit.Setup(60, 7, batch, 1, 1), *began)
+        for epoch, first, end in taken:
+            log.move_to(epoch, first // batch)
+            for image in range(first, end, batch):
+                log.add(checksum(epoch_order(60, 7, epoch)[image : image + batch]))
+            log.write_taken([log.move_to(epoch, end // batch)])
+    proof = audit.read(file)
+    assert (proof.problems, proof.repeated) == ([], 2)
+    assert [line[9:] for line in proof.epochs.values()] == [
+        f"{steps} steps, 60 of 60 images, each once" for steps in (4, 3, 2)
+    ]
+    log = audit.Log(file, audit.Setup(60, 7, 60, 1, 1), 3, 1)
+    assert "steps before epoch 4, step 1 are missing" in audit.read(file).problems[0]
 
 
 @pytest.mark.parametrize(("steps", "found"), [(100, "step 1 of epoch 2"), (1, "step 4 of epoch 1")])

@@ -151,10 +151,11 @@ def read(path: Path) -> Proof:
         try:
             if "began" in line:
                 names = ("images", "seed", "global_batch", "shards", "accum")
-                setup = Setup(*(int(line[name]) for name in names))
+                before, setup = setup, Setup(*(int(line[name]) for name in names))
                 if min(setup.images, setup.global_batch, setup.shards, setup.accum) < 1:
                     raise ValueError
-                _resume(proof, steps, tuple(map(int, line["began"])))
+                epoch, step = map(int, line["began"])
+                _resume(proof, steps, before or setup, setup, epoch, step)
                 if setup.shards not in proof.processes[-1:]:
                     proof.processes.append(setup.shards)
             elif "weights" in line:
@@ -196,20 +197,32 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         yield number, line
 
 
-def _resume(proof: Proof, steps: dict[tuple[int, int], Any], began: tuple[int, ...]) -> None:
-    """Processes begin at ``began``: later steps of earlier processes do not count."""
-    epoch, step = began
-    if steps and (epoch, step) > proof.position and not proof.follows(epoch, step):
+def _resume(
+    proof: Proof,
+    steps: dict[tuple[int, int], Any],
+    before: Setup,
+    setup: Setup,
+    epoch: int,
+    step: int,
+) -> None:
+    """Processes begin at this step of ``setup``: images after it that earlier processes trained on,
+    in steps of ``before``, do not count."""
+    began = epoch, step * setup.global_batch
+    done = proof.position[0], proof.position[1] * before.global_batch
+    follows = proof.complete and (epoch, step) == (done[0] + 1, 0)
+    if steps and began > done and not follows:
         proof.problems.append(
             f"steps before epoch {epoch + 1}, step {step} are missing: the log ends at epoch "
             f"{proof.position[0] + 1}, step {proof.position[1]}"
         )
-    lost = [position for position in steps if position >= (epoch, step)]
-    proof.repeated += len(lost)
-    for position in lost:
-        del steps[position]
-    if (epoch, step) != proof.position:
-        proof.position, proof.complete = (epoch, step), False
+    for place, (count, images) in [*steps.items()]:
+        left = min(count, began[1] - place[1]) if place[0] == epoch else count
+        if place > began or left <= 0:
+            del steps[place]
+        else:
+            steps[place] = (left, images)
+        proof.repeated += place not in steps or left < count
+    proof.position, proof.complete = (epoch, step), step >= setup.steps
 
 
 def _take(proof: Proof, steps: dict[tuple[int, int], Any], setup: Setup, line: dict) -> None:
@@ -239,6 +252,6 @@ def _take(proof: Proof, steps: dict[tuple[int, int], Any], setup: Setup, line: d
                 )
         if step >= setup.steps:
             proof.problems.append(f"epoch {epoch + 1} has only {setup.steps} steps, not {step + 1}")
-        steps[epoch, step] = (setup.global_batch, setup.images)
+        steps[epoch, step * setup.global_batch] = (setup.global_batch, setup.images)
     proof.position = (epoch, first + len(taken[0]) // size)
     proof.complete = proof.position[1] == setup.steps
