@@ -209,8 +209,8 @@ def _labelled(data: Path, table: Path, known: dict[str, str]) -> dict[str, str]:
             continue
         path = files.get(row[0].strip())
         if number == 0 and path is None:  # the names of the columns
-            known = [i for i, name in enumerate(row) if name.strip().lower() in CLASS_COLUMNS]
-            column = known[0] if known else 1
+            of_class = (i for i, one in enumerate(row) if one.strip().lower() in CLASS_COLUMNS)
+            column = next(of_class, 1)
             continue
         if not path or len(row) <= column:
             missing += 1
