@@ -102,6 +102,8 @@ def main() -> int:
         raise UserError(text, on_every_rank=True)
     if own.onnx and not own.export:
         raise UserError("--onnx is a part of --export DIR: give both", on_every_rank=True)
+    if own.export and len(best) > 1:
+        raise UserError("--export writes one model: give one run", on_every_rank=True)
     if own.export:
         files = export.export(best[0], own.export, own.onnx)
         print(f"{best[0].path} -> {', '.join(map(str, files))}")

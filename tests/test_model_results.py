@@ -214,6 +214,7 @@ def test_bad_input_is_an_error(place, tmp_path, monkeypatch):
         ((place, place / "data"), "has no best.pt"),
         ((place / "run", "--out", tmp_path / "file/page"), "cannot write .* --out"),
         ((place / "run", "--real", tmp_path / "real.json"), "not a list of lists"),
+        ((place / "run", place / "run", "--export", tmp_path / "out"), "one model: give one run"),
     ):
         monkeypatch.setattr(sys, "argv", ["model_results.py", *map(str, words)])
         with pytest.raises(UserError, match=message):
