@@ -145,6 +145,8 @@ def draw(args: PictureOptions) -> tuple[Image.Image, str, Loaders]:
         if saved and args.start_epoch is None:
             epoch = saved["epoch"]
             step = saved["step"] * saved["global_batch"] // train.sampler.global_batch
+            if step == train.sampler.steps_per_epoch:  # it was stopped in the evaluation
+                epoch, step = epoch + 1, 0
         images, targets = next(train.rest(epoch, step))[:2]
         train.sampler.start_at(epoch, step)
         what = f"of epoch {epoch}, step {step}"

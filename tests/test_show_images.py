@@ -147,6 +147,20 @@ def test_bad_input_is_an_error(monkeypatch, words, message, folder):
         show_images.main()
 
 
+@pytest.mark.parametrize(("step", "begins"), [(6, "epoch 1, step 0"), (5, "epoch 0, step 5")])
+def test_after_the_last_step_comes_the_next_epoch(
+    monkeypatch, capsys, tmp_path, folder, step, begins
+):
+    """Of a training that was stopped in the evaluation, and of one that was stopped before."""
+    progress = {"epoch": 0, "step": step, "global_batch": 10}
+    torch.save({"progress": progress}, tmp_path / "snapshot.pt")
+    words = ("--resume", tmp_path / "snapshot.pt", "-b", 10, "--image-size", SIZE)
+    words += ("--out", tmp_path / "shown.png", folder)
+    monkeypatch.setattr(sys, "argv", ["show_images.py", *map(str, words)])
+    assert show_images.main() == 0
+    assert f"10 of the 10 images of {begins}" in capsys.readouterr().out
+
+
 def test_captions_name_the_classes_and_the_shares_of_mixed_images():
     names = ["cat", "dog", "emu"]
     assert grid.captions(torch.tensor([2, -1, 0]), names) == ["emu", "unreadable", "cat"]
