@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import model_results
 import numpy as np
@@ -219,6 +220,12 @@ def test_bad_input_is_an_error(place, tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "argv", ["model_results.py", *map(str, words)])
         with pytest.raises(UserError, match=message):
             model_results.main()
+    for name in ("sets/a", "sets/b"):
+        shutil.copytree(place / "data/val/class_1", tmp_path / name)
+    (flat := tmp_path / "sets/flat").mkdir()
+    with pytest.raises(UserError) as error:  # and not that the folder above is to be divided
+        predictions.open_part(Best(place / "run"), SimpleNamespace(data=flat, part="val"), None)
+    assert str(error.value) == f"{flat} has neither val/ nor class folders, nor best.pt"
 
 
 def test_names_of_wordnet_classes(tmp_path):

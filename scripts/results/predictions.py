@@ -14,10 +14,11 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from utils.data import layouts
 from utils.data.batches import EvalBatches
 from utils.data.images import ImageBatches
 from utils.data.loaders import part_batches
-from utils.data.opening import class_folders, has_part
+from utils.data.opening import class_folders, has_classes, has_part
 from utils.data.preprocessing import Preprocessing
 from utils.data.samplers import Batch
 from utils.data.sources import Source
@@ -123,6 +124,10 @@ def open_part(best: Best, args: Options, world: World) -> EvalBatches:
     if not has_part(data / part):  # a folder, or tar files
         if any(has_part(data / name) for name in ("train", "val", "test")):
             raise UserError(f"folder {data / part} is missing", on_every_rank=True)
+        if not has_classes(data):
+            why = layouts.advice(data)
+            text = f"{data} has neither {part}/ nor class folders, nor {BEST}"
+            raise UserError(f"{text}: {why}" if why else text, on_every_rank=True)
         part = "."
     names = class_folders(data / part)
     known = [name for name in names if name in set(best.classes)]
