@@ -25,7 +25,8 @@ def data(tmp_path):
 
 
 def test_classes_and_tables_are_told_from_parts_and_other_tables(tmp_path):
-    put(tmp_path, {f"{name}/1.jpg": b"" for name in ("cat", "dog", "val", "test")})
+    names = ("cat", "dog", "val", "test", "other data/train/a", "more data/val/a")
+    put(tmp_path, {f"{name}/1.jpg": b"" for name in names})
     assert layouts.classes_at_top(tmp_path) == ["cat", "dog"]
     for name, table in (("a", "a"), ("my_labels", "my_labels"), ("train", None)):
         (tmp_path / f"{name}.csv").touch()

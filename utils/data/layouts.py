@@ -65,8 +65,12 @@ def _label_folder(data: Path, base: Path) -> Path | None:
 
 
 def classes_at_top(data: Path, least: int = 2) -> list[str]:
-    """Names of the folders with images directly in ``data``, if there are ``least``; else []."""
+    """Names of the folders with images directly in ``data``, if there are ``least``; else [].
+
+    Folders that are data sets, with a train/ or val/ of their own, are no classes.
+    """
     names = [name for name in class_names(data) if name not in ("train", "val", "test")]
+    names = [n for n in names if not any((data / n / part).is_dir() for part in ("train", "val"))]
     names = [name for name in names if _has_image(data / name)]
     return names if len(names) >= least else []
 
