@@ -68,7 +68,8 @@ def copy(args: argparse.Namespace) -> None:
         classes = sorted(set().union(*(part.classes for part in images.values())))
         images = {name: part._replace(classes=classes) for name, part in images.items()}
     splits = {n: part.split(n, chunk)._replace(change=change) for n, part in images.items()}
-    fill(out, f"{what})", SPLITS, lambda _: splits, args.workers, write)
+    known = {name: part.images for name, part in splits.items()}
+    fill(out, f"{what})", SPLITS, lambda _: splits, args.workers, write, known)
 
 
 def convert_parquet(args: argparse.Namespace) -> None:

@@ -167,6 +167,16 @@ def test_shrunk_into_shards_in_one_pass(source, shrunk, tmp_path):
     assert "nothing\n" in (tmp_path / "out/val/classes.txt").read_text()
 
 
+def test_an_image_that_is_new_in_the_source_is_copied_by_the_next_call(tmp_path):
+    command, image = ("shrink", tmp_path / "data", tmp_path / "out"), encode(picture(40, 30))
+    put(tmp_path, {f"data/{split}/a/1.JPEG": image for split in ("train", "val")})
+    succeed(*command)
+    put(tmp_path, {"data/train/b/2.JPEG": image})
+    assert "done: " in succeed(*command)
+    assert images(tmp_path / "out") == images(tmp_path / "data")
+    assert "nothing to do" in succeed(*command)
+
+
 # ---- interruptions
 
 

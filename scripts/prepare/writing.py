@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
@@ -264,14 +264,16 @@ def fill(
     open_splits: Callable[[Sequence[str]], dict[str, Split]],
     workers: int,
     write: Callable[[Path, str, Split, int], tuple[int, int]] | None = None,
+    known: Mapping[str, int] | None = None,
 ) -> None:
     """Write all files of ``out`` that are missing.
 
     ``what``: the command and everything else that determines the content. ``open_splits`` gets the
     unfinished ones of ``names``; it returns the `Split` of each that exists. ``write`` writes a
     split as a few large files; it returns the numbers of new files and of undecodable images.
-    Without ``write``, splits become class folders; finished ones are not checked again. Raises:
-    `UserError`; after it, the same command continues.
+    Without ``write``, splits become class folders; finished ones are not checked again, unless
+    ``known``, the number of images in the source, is another one. Raises: `UserError`; after it,
+    the same command continues.
     """
     with _locked(out, what) as marker:
         counts, new, undecodable = dict(marker.get("counts", {})), 0, 0
@@ -281,7 +283,8 @@ def fill(
             data = json.dumps(content, indent=2).encode()
             save_atomically(lambda file: file.write(data), out / MARKER)
 
-        missing = [name for name in names if write or name not in counts]
+        now = counts | dict(known or {})
+        missing = [name for name in names if write or counts.get(name, -1) != now.get(name)]
         opened = open_splits(missing) if missing else {}
         opened = {name: opened[name] for name in missing if name in opened}
         for name, split in opened.items():
