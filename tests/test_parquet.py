@@ -99,7 +99,7 @@ def test_names_from_the_metadata_or_a_table(tmp_path):
     write(tmp_path / "mixed/train.parquet", rows, ["b", "a"])
     succeed("parquet", tmp_path / "mixed", tmp_path / "mixed out")
     assert (tmp_path / "mixed out/train/classes.txt").read_text() == "a\nb\n"
-    (tmp_path / "names").write_text("zebra\nyak\n", "utf-8-sig")  # as some editors write
+    (tmp_path / "names").write_text("zebra\nyak\n\n", "utf-8-sig")  # as some editors write
     succeed("parquet", tmp_path / "in", tmp_path / "table", "--names", tmp_path / "names")
     assert (tmp_path / "table/train/classes.txt").read_text() == "yak\nzebra\n"
     assert folder_of(tmp_path / "table")["train/yak/00000000.png"] == b"\x89PNG1"

@@ -64,7 +64,7 @@ def shards(folder, part):
     for c, name, data in sorted(images(folder, part), key=lambda one: one[1]):
         label = f"{c}-{name.removesuffix('.JPEG')}.cls"
         members += [(f"{c}-{name}", data), (label, c[-1].encode() + b"\n")]
-    table = "class_0\r\nclass_1\r\nclass_2\r\n".encode("utf-8-sig")
+    table = "class_0\r\nclass_1\r\nclass_2\r\n\r\n".encode("utf-8-sig")
     files = {"classes.txt": table, f"{part}/@eaDir/x": b""}
     for i in range(3):
         files[f"{part}/{part}-{i:05d}-of-00003.tar"] = tar_bytes(members[i * 40 : i * 40 + 40])

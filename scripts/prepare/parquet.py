@@ -161,7 +161,7 @@ def _classes(
         except (OSError, ValueError) as error:
             advice = "give a text file in UTF-8, with a class in each line"
             raise UserError(f"cannot read {table}: {advice}") from error
-        names = [line.strip() for line in text.splitlines()]
+        names = [line.strip() for line in text.rstrip().splitlines()]
     else:
         classes = {label: min(synsets[label]) for label in labels if len(synsets[label]) == 1}
         if len(set(classes.values()) - {""}) == len(labels):

@@ -185,7 +185,7 @@ def _stamps(data: Path, files: list[Path]) -> dict[str, list[int]]:
 def _read_table(path: Path) -> list[str]:
     """Return the lines of a classes.txt. Raises: `UserError`."""
     text = os.fsdecode(path.read_bytes().removeprefix(codecs.BOM_UTF8))  # some editors add it
-    names = text.rstrip("\n").replace("\r", "").split("\n")
+    names = text.replace("\r", "").rstrip("\n").split("\n")
     for number, name in enumerate(names):
         if not name or name[0] == "." or "/" in name or "\0" in name:
             raise _error(f"line {number + 1} of {path} is not the name of a class")
