@@ -264,6 +264,7 @@ def test_folders_that_cannot_be_copied_are_refused(shrunk, tmp_path):
     begun = b'{"what": "sample", "finished": false, "counts": {}}'
     put(tmp_path, {"data/train/a/y.JPEG": encode(picture(90, 90)), "flat/train/x.JPEG": b"x"})
     put(tmp_path, {"begun/train/a/x.JPEG": b"x", "begun/.prepared.json": begun})
+    put(tmp_path, {f"my own/{name}/1.jpg": b"x" for name in ("cat", "dog")})
     put(tmp_path, {"packed/train/00000.pixels": b"x"})  # not even its index was written
     (tmp_path / "data/train/a/x.JPEG").symlink_to(tmp_path / "gone")
     (tmp_path / "link").symlink_to(tmp_path / "data")
@@ -274,6 +275,7 @@ def test_folders_that_cannot_be_copied_are_refused(shrunk, tmp_path):
     for folder, out, message in (
         *(("data", out, "overlap") for out in ("data", ".", "link/small")),
         ("flat", "out", "has no images in train/CLASS/"),
+        ("my own", "out", f"split '{tmp_path}/my own' --val 0.2`"),
         ("begun", "out", "is not finished"),
         ("packed", "out", "train on the images that it was made from, or make shards"),
     ):

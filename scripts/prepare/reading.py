@@ -74,7 +74,8 @@ def open_images(data: Path, splits: Sequence[str] = SPLITS) -> dict[str, Images]
         raise UserError(found)
     if not any(opened.values()):
         text = "has no images in train/CLASS/ or val/CLASS/, no tar files with images"
-        raise UserError(f"{data} {text}, and no known layout of ImageNet")
+        why = None if layout else layouts.advice(data)
+        raise UserError(why or f"{data} {text}, and no known layout of ImageNet")
     return {split: images for split, images in opened.items() if images}
 
 
