@@ -328,12 +328,14 @@ def test_each_part_that_there_is_has_a_fingerprint():
         assert fingerprints(SimpleNamespace(**parts)) == expected
 
 
-def test_a_missing_file_or_a_pipe_is_one_message(tmp_path):
+def test_a_missing_file_a_pipe_or_a_run_directory_is_one_message(tmp_path):
+    with pytest.raises(UserError, match=f"is a folder: .* {tmp_path}/snapshot.pt"):
+        read_checkpoint(tmp_path)
     os.mkfifo(tmp_path / "pipe")
     signal.alarm(60)  # the end of pytest, if this waits for somebody to write into the pipe
     try:
         for path in (tmp_path / "missing", tmp_path / "pipe"):
-            with pytest.raises(UserError, match=f"there is no file {path}: name"):
+            with pytest.raises(UserError, match=f"there is no file {path}$"):
                 read_checkpoint(path)
     finally:
         signal.alarm(0)

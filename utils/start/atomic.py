@@ -68,8 +68,10 @@ def read_checkpoint(path: Path, lazily: bool = False) -> dict[str, Any]:
     """
     import torch  # not at the top: most programs of this suite write files without torch
 
+    if path.is_dir():
+        raise UserError(f"{path} is a folder: name a checkpoint in it, as {path / 'snapshot.pt'}")
     if not path.is_file():  # reading a pipe would wait for its writer
-        raise UserError(f"there is no file {path}: name the checkpoint itself, as snapshot.pt")
+        raise UserError(f"there is no file {path}")
     content, rejected = None, None
     try:
         with open(path, "rb") as file:
