@@ -224,9 +224,17 @@ def test_processes_of_a_node_look_at_its_files_once():
             assert [*ends] == [end] * 4
 
 
-@pytest.mark.parametrize("words", ["0 2 x h:1", "0 2 1", "0 2 1 h:1 -5"])
-def test_wrong_arguments_of_the_check_are_one_error_line(words):
-    shell(f"python -m utils.start.preflight {words}")[0].fails_with("usage: python -m utils")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("0 2 x h:1", "usage: python -m utils"),
+        ("0 2 1", "usage: python -m utils"),
+        ("0 2 1 h:1 0.5", "--dist-timeout 0.5 is not a number of seconds, at least 1"),
+        ("0 2 1 h:1 5m", "--dist-timeout 5m is not a number"),  # as the wrappers hand it on
+    ],
+)
+def test_wrong_arguments_of_the_check_are_one_error_line(words, said):
+    shell(f"python -m utils.start.preflight {words}")[0].fails_with(said)
 
 
 # ---- questions about the network

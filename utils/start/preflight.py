@@ -539,10 +539,14 @@ def main() -> int:
         kinds = (count, positive, positive)
         rank, nodes, processes = (kind(word) for kind, word in zip(kinds, words[:3], strict=True))
         master = parse_tcp_url(f"tcp://{words[3]}", "HOST:PORT")
-        wait = seconds(words[4]) if len(words) == 5 else 300.0
     except (ValueError, IndexError, argparse.ArgumentTypeError):
         how = "python -m utils.start.preflight NODE_RANK NODES PROCESSES HOST:PORT [SECONDS]"
         raise UserError(f"usage: {how}") from None
+    try:
+        wait = seconds(words[4]) if len(words) > 4 else 300.0
+    except (ValueError, argparse.ArgumentTypeError):
+        text = f"--dist-timeout {words[4]} is not a number of seconds, at least 1"
+        raise UserError(text) from None
     meet(rank, nodes, processes, master, wait)
     return 0
 
