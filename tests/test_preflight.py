@@ -278,6 +278,12 @@ def test_urls_of_the_master():
     for url in WRONG:
         with pytest.raises(UserError, match=f"{re.escape(url)} is not of the form tcp://HOST:PORT"):
             addresses.parse_tcp_url(url)
+    with pytest.raises(
+        UserError, match=r"tcp://::1:80 is not of the form tcp://\[IPV6_ADDRESS\]:P"
+    ):
+        addresses.parse_tcp_url("tcp://::1:80")
+    with pytest.raises(UserError, match="no IPv4 route from here to MASTER_ADDR=::1: "):
+        preflight.rendezvous("[::1]:80")
 
 
 def test_a_master_that_starts_late_is_waited_for(port, monkeypatch, capsys):

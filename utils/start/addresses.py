@@ -24,7 +24,8 @@ def parse_tcp_url(url: str, name: str = "--dist-url") -> tuple[str, int]:
         parts = urlsplit(url)
         if parts.scheme == "tcp" and parts.hostname and parts.port and parts.path in ("", "/"):
             return parts.hostname, parts.port
-    raise UserError(f"{name} {url} is not of the form tcp://HOST:PORT")
+    form = "tcp://[IPV6_ADDRESS]:PORT" if url.count(":") > 2 else "tcp://HOST:PORT"
+    raise UserError(f"{name} {url} is not of the form {form}")
 
 
 def free_port() -> int:
