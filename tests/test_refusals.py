@@ -454,7 +454,7 @@ def test_packages_temporary_files_and_processes(tmp_path, capsys, monkeypatch):
     )
     monkeypatch.setattr(preflight, "address_towards", lambda host: None)
     said = refused(lambda: preflight.rendezvous("192.0.2.1:29500"), capsys)
-    assert said == "no route from here to MASTER_ADDR=192.0.2.1: is the link up?"
+    assert said == "no IPv4 route from here to MASTER_ADDR=192.0.2.1: is the link up?"
     said = refused(lambda: option_types.http("data"), capsys)
     assert said == "data is not an http:// URL: to omit it, put the option after DATA"
     args = option_types.Options(lr=1)
