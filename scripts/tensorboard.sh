@@ -16,7 +16,7 @@ source "$(dirname "$0")/environment.sh"
 show_help "$@"
 [ $# -le 1 ] || fail "at most one HOSTS_FILE: bash scripts/tensorboard.sh [HOSTS_FILE]"
 runs=${RUNS:-$root/runs} port=${PORT:-6006} every=${EVERY:-60} hosts=${1:-}
-[[ $port =~ ^[0-9]{1,5}$ ]] || fail "PORT=$port is not the number of a port"
+[[ $port =~ ^[1-9][0-9]{0,4}$ ]] && [ "$port" -le 65535 ] || fail "PORT=$port is not the number of a port"
 [[ $every =~ ^[1-9][0-9]*$ ]] || fail "EVERY=$every is not a whole number of seconds"
 choose_python
 [ -z "$hosts" ] || listed=$("$PYTHON" "$root/scripts/ssh/hosts.py" "$hosts") || exit

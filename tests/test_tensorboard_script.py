@@ -79,6 +79,8 @@ def test_wrong_input_is_one_error_message(tmp_path):
         for arguments, env, sentence in (
             ("nowhere", {}, "cannot read the hosts file nowhere"),
             ("", {"EVERY": "0"}, "EVERY=0 is not a whole number of seconds"),
+            ("", {"PORT": "0"}, "PORT=0 is not the number of a port"),
+            ("", {"PORT": "65536"}, "PORT=65536 is not the number of a port"),
             ("", {}, "is taken: choose another"),
         ):
             (done,) = shell(f"bash scripts/tensorboard.sh {arguments}", **usual | env)
