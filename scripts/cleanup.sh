@@ -3,4 +3,5 @@
 [[ $- == *p* ]] || exec "$BASH" -p "$0" "$@" # without functions that the caller exports
 set -euo pipefail
 source "$(dirname "$0")/environment.sh"
-exec "${PYTHON:-python3}" "$root/scripts/ssh/cleanup.py" "$@"
+find_plain_python
+exec "$PYTHON" "$root/scripts/ssh/cleanup.py" "$@"

@@ -52,6 +52,14 @@ find_python() {
     PYTHON=${listed[0]:-${PYTHON:-python3}}
 }
 
+# find_plain_python: set $PYTHON for a command that needs no packages: the active environment's,
+# else .venv's, as the system's may be too old.
+find_plain_python() {
+    local own=$root/.venv/bin/python
+    [ -n "${PYTHON:-}${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] || [ ! -x "$own" ] || PYTHON=$own
+    PYTHON=${PYTHON:-python3}
+}
+
 # use_environment [REQUIREMENTS_FILE ...]: choose $PYTHON, installing and building what is missing.
 use_environment() {
     choose_python "$@"

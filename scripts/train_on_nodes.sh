@@ -13,6 +13,5 @@
 set -euo pipefail
 source "$(dirname "$0")/environment.sh"
 export IMAGENET_SUITE=launcher # scripts/cleanup.sh recognises it
-own=$root/.venv/bin/python
-[ -n "${PYTHON:-}${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] || [ ! -x "$own" ] || PYTHON=$own
-exec "${PYTHON:-python3}" "$root/scripts/ssh/launcher.py" "$@"
+find_plain_python
+exec "$PYTHON" "$root/scripts/ssh/launcher.py" "$@"

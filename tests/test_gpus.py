@@ -376,3 +376,21 @@ def test_a_python_that_has_everything_is_taken_and_named(set_up, how):
     assert code == 0, out
     assert f"Python: {python}, which has all packages\n" in out
     assert not (set_up.root / ".venv").exists()
+
+
+def test_commands_without_packages_prefer_our_environment_to_the_systems_python(set_up):
+    """Which may be older than 3.10; an active one comes first."""
+    own = set_up.root / ".venv/bin/python"
+    own.parent.mkdir(parents=True)
+    for python in (own, set_up.bin / "python3"):
+        program(python, f"#!/bin/bash\necho {python} ${{1##*/}}")
+    path = f"{set_up.bin}:/usr/bin:/bin"
+    for name, file in (
+        ("status", "status"),
+        ("cleanup", "cleanup"),
+        ("train_on_nodes", "launcher"),
+    ):
+        for given, python in (({}, own), ({"VIRTUAL_ENV": "/x"}, set_up.bin / "python3")):
+            env = {"VIRTUAL_ENV": "", "CONDA_PREFIX": "", "PATH": path} | given
+            (done,) = shell(f"bash {set_up.root}/scripts/{name}.sh", **env)
+            assert done.out == f"{python} {file}.py\n"
