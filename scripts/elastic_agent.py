@@ -84,7 +84,7 @@ class Agent(_Base):
             raise BadInput
         self.was_bad_input = code == BAD_INPUT
         is_quick = time.monotonic() - self.began < QUICK_SECONDS
-        self.quick = self.quick + 1 if is_quick else 1
+        self.quick = self.quick + 1 if is_quick else 0
         if self.quick >= QUICK_FAILURES:
             why = f"training has failed {self.quick} times in a row soon after start"
             with suppress(RuntimeError):

@@ -7,13 +7,14 @@ import multiprocessing
 import os
 import re
 import signal
+import sys
 import time
 from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
-from conftest import SMALL, summary
+from conftest import ROOT, SMALL, summary
 from elastic_agent import ENDED, NODES
 from joined import command
 from running import TORCHRUN, Running, alone, descendants, eventually, free_port, start
@@ -23,6 +24,10 @@ from utils.start import world
 from utils.start.errors import UserError
 from utils.start.lost_peer import explain
 from utils.start.world import is_lost_peer, process_group
+
+sys.path.append(str(ROOT / "scripts/ssh"))
+from elastic import Elastic
+from hosts import Host
 
 RESTARTS = (*TORCHRUN, "--max-restarts=1", "--nproc_per_node=2")
 NAMED = ("--name", "a", "--resume", "auto")
@@ -207,3 +212,13 @@ def test_bad_input_of_a_new_node_and_the_loss_of_a_node_leave_the_other(agent, s
         store.set(NODES, "1")
         one.until("start on 1")
         assert one.result().code == 0
+
+
+def test_only_failures_soon_after_the_start_count_as_failures_in_a_row():
+    """The launcher's own count, of a node that goes down again and again."""
+    job = Elastic(SimpleNamespace(elastic=(1, 1), wait=1.0), [], [Host("a")], "")
+    (node,) = job.nodes
+    for number, seconds in enumerate((1.0, 1.0, 300.0, 119.0, 1.0, 1.0, 1.0, 1.0), 1):
+        job.running, node.code, node.since = [node], 1, time.monotonic() - seconds
+        job.ended(node)
+        assert job.ending == ("failed" if number == 8 else "")

@@ -171,7 +171,7 @@ class Elastic(Job):
                 self.finish()
             return
         self.store.set(NODES, str(len(self.running)))
-        node.quick = node.quick + 1 if seconds < QUICK_SECONDS else 1
+        node.quick = node.quick + 1 if seconds < QUICK_SECONDS else 0
         if node.lost:
             note(f"lost the connection to {name}; will keep trying")
         elif code == BAD_INPUT and node.is_new and self.running:
