@@ -24,7 +24,12 @@ TARS = Kind(tars.class_names, tars.open_tars)
 
 def source_kind(root: Path) -> Kind:
     """What ``root`` (DATA/train, say) is. Raises: `UserError`."""
-    if (root / "pack.npz").exists() or any(root.glob("*.pixels")):
+    try:
+        is_pack = (root / "pack.npz").exists() or any(root.glob("*.pixels"))
+    except OSError as error:  # before Python 3.14: it may not be entered, or has too long a name
+        text = f"cannot read the folder {root!s:.200}: {error.strerror}"
+        raise UserError(text, on_every_rank=True) from None
+    if is_pack:
         text = f"{root} holds decoded pixels (a pack), which are no longer read: train on the "
         text += "images that it was made from, or make shards of them (prepare_data.py shards)"
         raise UserError(text, on_every_rank=True)
