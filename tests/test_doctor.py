@@ -3,6 +3,7 @@
 import argparse
 import functools
 import itertools
+import os
 import re
 import shutil
 import sys
@@ -99,6 +100,8 @@ def test_all_defects_of_one_node_are_reported(nodes, folder, tmp_path):
     small.mkdir()
     (other / "train/class_1/002.JPEG").unlink()
     (other / "val/class_1/000.JPEG").write_text("damaged")
+    (other / "train/class_2/004.JPEG").unlink()
+    (other / "train/class_2/004.JPEG").symlink_to("gone")
     simulate(tmp_path, "470", T4)
     # A node of these tests shares the machine's clock: Linux has no namespace for it.
     clock = "import time\nreal = time.time\ntime.time = lambda: real() + 30\n"
@@ -113,6 +116,7 @@ def test_all_defects_of_one_node_are_reported(nodes, folder, tmp_path):
         "! the clock of node 1 (node1) is 30.0 s ahead of that of node 0",
         "! node 1 (node1): a process may open only 512 files",
         "! node 1 (node1): only 0.4 GB of disk",  # on node 0 an error
+        f"! node 1 (node1): 1 of the image files that were tried cannot be read, such as {folder}/",
         "✗ node 1 (node1): torch",  # cannot use the GPU
         "! driver differs",
         "✗ DATA/train differs between the nodes: 60 images ",
@@ -120,7 +124,7 @@ def test_all_defects_of_one_node_are_reported(nodes, folder, tmp_path):
     ]
     lines = bad(first)
     assert not bad(second)
-    assert "node 1: 3 errors, 6 warnings (see node 0)" in second.out
+    assert "node 1: 3 errors, 7 warnings (see node 0)" in second.out
     for start in words:
         assert [one for one in lines if one.startswith(start)], (start, lines)
     assert len(lines) == len(words)
@@ -167,6 +171,11 @@ def test_what_a_gpu_trains_and_the_disk_that_a_run_needs(monkeypatch):
             args = argparse.Namespace(master="x", rank=rank, output_dir="runs")
             found = [x.level for x in one_node.check_machine(args, []) if "of disk" in x.text]
             assert found == ([] if level is None else [level])
+    monkeypatch.setattr(one_node.os, "access", lambda path, mode: not mode & os.W_OK)
+    for rank, number in ((0, 1), (1, 0)):  # node 0 alone writes the run directory
+        args = argparse.Namespace(master="x", rank=rank, output_dir="runs/new")
+        found = [x.level for x in one_node.check_machine(args, []) if "may not write" in x.text]
+        assert found == [ERROR] * number
 
 
 def test_the_speeds_of_a_node_are_those_of_all_its_cores(monkeypatch, folder):
@@ -174,7 +183,7 @@ def test_the_speeds_of_a_node_are_those_of_all_its_cores(monkeypatch, folder):
     source = open_source(folder / "train", class_folders(folder / "train"))
     decode = functools.partial(one_node.decode_speed, size=32)
     for clock, measure, speed in (
-        ("perf_counter", one_node.read_speed, 30),
+        ("perf_counter", functools.partial(one_node.read_speed, unreadable=[]), 30),
         ("process_time", decode, 32 * usable_cores()),
     ):
         with monkeypatch.context() as patch:
@@ -194,7 +203,7 @@ def test_one_node_alone(folder):
     assert "127.0.0.1:8888 cannot be reached after 0 s" in bad(waits)[0]
     reads, decodes, full = bad(slow)
     assert [line.split()[4] for line in (reads, decodes)] == ["reads", "decodes"]
-    assert re.match("✗ .* only 0.0 GB of disk are free at /proc", full)
+    assert re.match("✗ .* (only 0.0 GB of disk are free at|this user may not write to) /proc", full)
     assert "none/train" in bad(missing)[-1]
     assert "unknown arch 'nosuch'" in bad(unknown)[0]
     assert alone.sentence.endswith("IP address of node 0")

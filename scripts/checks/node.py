@@ -56,7 +56,10 @@ def check_machine(args: argparse.Namespace, gpus: list[str]) -> Iterator[Finding
     place = Path(args.output_dir).absolute()
     place = next(one for one in (place, *place.parents) if one.exists())
     free = shutil.disk_usage(place).free
-    if free < (5e9 if args.rank == 0 else 5e8):
+    if args.rank == 0 and not os.access(place, os.W_OK | os.X_OK):
+        why = "node 0 writes the run directory there; choose another --output-dir"
+        yield Finding(ERROR, f": this user may not write to {place}", why)
+    elif free < (5e9 if args.rank == 0 else 5e8):
         level = ERROR if args.rank == 0 and free < 5e8 else WARNING
         why = "node 0 writes two snapshots, several times as large as the model, and the best one; "
         why += "free disk space, or choose another --output-dir"
@@ -78,8 +81,13 @@ def check_data(
         sources.clear()
         yield Finding(ERROR, f": {error}")
         return
+    unreadable: list[str] = []
     for verb, rate, remedy in (
-        ("reads", read_speed(sources["train"]), "a local disk or prepare_data.py shards"),
+        (
+            "reads",
+            read_speed(sources["train"], unreadable),
+            "a local disk or prepare_data.py shards",
+        ),
         ("decodes", decode_speed(sources["train"], args.image_size), "more cores"),
     ):
         if rate >= needed:
@@ -88,6 +96,10 @@ def check_data(
             text = f" {verb} {rate:.0f} images/s, but its GPUs need {needed:.0f} (see --need)"
             why = f"GPUs wait for images; use {remedy}, or smaller images (prepare_data.py shrink)"
             yield Finding(WARNING, text, why)
+    if unreadable:
+        text = f": {len(unreadable)} of the image files that were tried cannot be read, such as "
+        why = "training shows other images in their place, and ends after --max-bad-files of them"
+        yield Finding(WARNING, text + min(unreadable), why)
 
 
 def images_per_gpu(args: argparse.Namespace, gpus: list[str]) -> float | None:
@@ -104,14 +116,18 @@ def images_per_gpu(args: argparse.Namespace, gpus: list[str]) -> float | None:
     return None
 
 
-def read_speed(source: Source) -> float:
-    """Return files/s, read at random by one thread per core, not from the page cache."""
+def read_speed(source: Source, unreadable: list[str]) -> float:
+    """Return files/s, read at random by one thread per core, not from the page cache. Appends the
+    files that cannot be read to ``unreadable``, with the reason."""
 
     def read(image: int) -> None:
         path, place, size = source.stored(image)
-        with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
-            os.posix_fadvise(file.fileno(), place, size or 0, os.POSIX_FADV_DONTNEED)
-            file.readall() if size is None else os.pread(file.fileno(), size, place)
+        try:
+            with open(path, "rb", buffering=0) as file:
+                os.posix_fadvise(file.fileno(), place, size or 0, os.POSIX_FADV_DONTNEED)
+                file.readall() if size is None else os.pread(file.fileno(), size, place)
+        except OSError as error:
+            unreadable.append(f"{path} ({error.strerror})")
 
     chosen = random.sample(range(len(source)), min(256, len(source)))
     with ThreadPoolExecutor(min(usable_cores(), 16)) as pool:
