@@ -3,7 +3,9 @@
 import json
 import os
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -19,6 +21,7 @@ from utils.start.world import World
 from utils.status import Status
 
 sys.path.append(str(ROOT / "scripts/ssh"))
+import hosts
 import status
 
 ENV = {"STEP_SECONDS": "0.05"}
@@ -99,6 +102,19 @@ def test_ranks_of_a_run_and_a_straggler(nodes, folder, tmp_path):
     out = ask(nodes[0], hosts, code=2)
     assert "node7: no answer" in out
     assert "node0: no runs" in out
+
+
+def test_a_frozen_machine_is_not_waited_for_without_end(tmp_path, monkeypatch, capsys):
+    """Its kernel accepts the connection, and nobody says a word."""
+    if not shutil.which("ssh"):
+        pytest.skip("ssh is missing")
+    short = [word.replace("=20", "=1") for word in hosts.SSH_OPTIONS]
+    monkeypatch.setattr(hosts, "SSH_OPTIONS", short)
+    with socket.create_server(("127.0.0.1", 0)) as frozen:
+        (tmp_path / "hosts").write_text("127.0.0.1\n")
+        ssh = f"ssh -p {frozen.getsockname()[1]}"
+        ((_, code, _),) = hosts.ask_all(tmp_path / "hosts", ssh, status.__file__, {})
+    assert (code, "ssh to 127.0.0.1 failed" in capsys.readouterr().err) == (255, True)
 
 
 def test_the_lines_of_a_run_and_the_file_of_a_killed_process(tmp_path, monkeypatch):

@@ -34,8 +34,10 @@ BOOTSTRAP = (
     "import sys,json;p=json.loads(sys.stdin.buffer.readline());"
     "exec(compile(p['source'],p['name'],'exec'),{'__name__':'__main__','ARGUMENTS':p['arguments']})"
 )
-# ssh notices a dead connection within 15 s. BatchMode: it never asks for a password.
-_SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ServerAliveInterval=3", "-o", "ServerAliveCountMax=3")
+# ssh notices a dead connection within 15 s, and waits 20 s for a machine that is off or frozen.
+# BatchMode: it never asks for a password.
+_SET = ("BatchMode=yes", "ConnectTimeout=20", "ServerAliveInterval=3", "ServerAliveCountMax=3")
+SSH_OPTIONS = tuple(f"-o{option}" for option in _SET)
 SSH_FAILED = 255  # exit code of ssh itself
 _FORM = "[USER@]HOST [slots=N] [ip=ADDRESS] [runs=PATH]"
 _LINE = re.compile(
@@ -114,7 +116,7 @@ def remote_python(ssh: str, host: Host, mark: str = "", more: Sequence[str] = ()
         raise UserError(f"there is no program {ssh!r} here: install openssh-client, or see --ssh")
     marked = f"env {shlex.quote(f'{MARKER}={mark}')} " if mark else ""
     line = f"{marked}python3 -u -c {shlex.quote(BOOTSTRAP)}"
-    return [*words, *_SSH_OPTIONS, *more, host.address, line]
+    return [*words, *SSH_OPTIONS, *more, host.address, line]
 
 
 def program(file: str, arguments: dict) -> bytes:

@@ -121,7 +121,7 @@ def check(command: list[str], several: bool, again: bool) -> argparse.Namespace:
 
 def rsync(options: argparse.Namespace, action: str, *arguments: str) -> None:
     """Copy by rsync over the same ssh. Raises: `UserError` if the ``action`` failed."""
-    command = ["rsync", "-az", "-e", f"{options.ssh} -o BatchMode=yes", *arguments]
+    command = ["rsync", "-az", "-e", " ".join([options.ssh, *hosts.SSH_OPTIONS]), *arguments]
     if " " in "".join(arguments[-2:]):  # before 3.2.4 the node's shell would split such a path
         command.insert(1, "-s")  # only then: macOS has an rsync without it
     try:
@@ -162,7 +162,7 @@ def fetch(options: argparse.Namespace, host: Host, script: argparse.Namespace) -
     """
     target = Path(script.output_dir) / script.name
     source = Path(options.dir) / target  # an absolute target is the same there
-    ask = [*shlex.split(options.ssh), "-o", "BatchMode=yes", host.address]
+    ask = [*shlex.split(options.ssh), *hosts.SSH_OPTIONS, host.address]
     ask.append(f"test -d {shlex.quote(str(source))}")
     code = subprocess.run(ask, stdin=subprocess.DEVNULL, check=False).returncode
     if code == hosts.SSH_FAILED:
