@@ -14,6 +14,7 @@ from compare import table as tables
 from compare.comparison import origin
 from event_files import BEGAN, epochs_of, folder_name, note, table, write
 
+from utils.run.tensorboard import cut_off
 from utils.start.errors import UserError
 
 TWO_RUNS_AND_ANOTHER = """
@@ -396,6 +397,12 @@ def test_resumed_run(tmp_path):
         write(run, {1: {"Top1/val": 10.0}, 1500: {"Step/loss": 1.0}}, BEGAN, 3600, options)
         write(run, {2: {"Top1/val": 20.0}}, BEGAN + 86400, 1800, options)
         assert table(run)[2].runs[0].hours == {1: 1.0, 2: hours}
+    # Finished, tested for an hour, and continued.
+    run, first = tmp_path / "longer", {1: {"Top1/val": 10.0}, 2: {"Top1/test": 10.0}}
+    write(run, first, BEGAN, 3600, {"gpus": 2}, success=True)
+    cut_off(run, 1, 1000)
+    write(run, {2: {"Top1/val": 20.0}}, BEGAN + 86400, 1800, {"gpus": 2})
+    assert table(run)[2].runs[0].hours == {1: 1.0, 2: 1.5}
     # Of a run that was stopped, continued on the next day, and killed.
     run = tmp_path / "killed"
     for day, x, success in ((0, 1, False), (1, 2, None)):

@@ -167,7 +167,6 @@ def read(path: Path) -> Run:
         points, options, ends, began, ended = {}, {}, {}, 0.0, 0.0
         for event in _events(file, run.notes):
             began = began or event.wall_time
-            ended = max(ended, event.wall_time - began)
             for value in event.summary.value:
                 if value.HasField("simple_value"):
                     points.setdefault(value.tag, {})[event.step] = value.simple_value
@@ -175,6 +174,8 @@ def read(path: Path) -> Run:
                         ends[event.step] = max(ends.get(event.step, 0.0), event.wall_time - began)
                 elif value.tag.startswith("_hparams_/"):
                     run.state = _take_options(value, options) or "not finished"
+            if run.state != "finished":  # that is written after the evaluation of DATA/test
+                ended = max(ended, event.wall_time - began)
         for tag, curve in points.items():
             # If a later session resumed from an earlier epoch, the work after that epoch is lost.
             kept = {x: y for x, y in curves.get(tag, {}).items() if x < min(curve)}
