@@ -11,7 +11,7 @@ from utils.epoch import save_snapshot, test_best
 from utils.run import audit, ledger, spot
 from utils.run.resume import add_average, fingerprints, load, saved_preprocessing
 from utils.run.run_directory import checkpoint_file
-from utils.run.snapshots import SnapshotWriter, TrainState
+from utils.run.snapshots import SNAPSHOT, SnapshotWriter, TrainState
 from utils.run.stopping import Reason, StopRequest
 from utils.session import Predict, Session, Training, TrainStep
 from utils.start import errors, progress
@@ -155,12 +155,19 @@ def close_epoch(
 ) -> None:
     """Record an epoch: curves, best model, snapshot. None: training or evaluation was stopped."""
     args, state, stop = session.args, session.state, session.stop
+
+    def kept() -> str:
+        if session.snapshots is not None:
+            session.snapshots.wait()
+        is_there = (session.folder / SNAPSHOT).exists()
+        return "the last snapshot is intact" if is_there else "no snapshot was written yet"
+
     state.tick()
     if trained is None or evaluated is None:
         if stop.reason is Reason.DIVERGED:
             problem = state.problem() or "the loss is nan or infinite"
             text = f"{problem} in epoch {state.epoch + 1}, step {state.step}: lower --lr, add "
-            text += "--warmup-epochs or --clip-grad; the last snapshot is intact"
+            text += f"--warmup-epochs or --clip-grad; {broadcast_from_rank0(kept, session.world)}"
             stop.ask(Reason.DIVERGED, UserError(text, on_every_rank=True))
         else:  # a resumed run begins with the evaluation, if that was stopped
             save_snapshot(session)
