@@ -148,7 +148,10 @@ def test_gpus_that_torch_cannot_use_are_an_error(
 ):
     simulate(bin_folder, driver, *cards, fails="" if driver else f"echo {MISMATCH}; exit 18")
     simulated_torch(monkeypatch, *seen, cuda=cuda)
+    monkeypatch.chdir(tmp_path)  # where what the text proposes can be typed, too
     text = explain(nvidia.look(tmp_path / "none"))
+    assert text.count(f"`bash {ROOT}/scripts/quickstart.sh`") == text.count("quickstart.sh")
+    assert text.count(f"then run {ROOT}/.venv/bin/python;") == text.count("quickstart.sh")
     for word in (f"torch {torch.__version__} (CUDA {cuda})", 'CUDA_VISIBLE_DEVICES=""', *words):
         assert word in text
     assert "\n" not in text

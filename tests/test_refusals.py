@@ -432,13 +432,16 @@ def test_a_file_in_a_store(tmp_path, capsys):
 
 
 def test_packages_temporary_files_and_processes(tmp_path, capsys, monkeypatch):
-    how = "`bash scripts/quickstart.sh` makes an environment with all packages"
+    """What is to be typed can be typed in any folder."""
+    monkeypatch.chdir(tmp_path)
+    how = f"`bash {ROOT}/scripts/quickstart.sh` makes an environment with all packages"
     if (ROOT / ".venv").exists():
         how = f"`source {ROOT}/.venv/bin/activate` first"
     for error, words in (
         (
             ModuleNotFoundError("No module named 'PIL'", name="PIL"),
-            f"pillow is not installed for {sys.executable}: {how}, or `pip install -r",
+            f"pillow is not installed for {sys.executable}: {how}, or `pip install -r "
+            f"{ROOT}/requirements.txt`",
         ),
         (
             FileNotFoundError(2, "No usable temporary directory found in ['/tmp']"),

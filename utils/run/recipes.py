@@ -9,15 +9,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from utils.start.errors import UserError
+from utils.start.errors import UserError, typed
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 
 # Removed options (or option values), and what to use instead.
 _FIND_BATCH = "run the command once with --find-batch, then give -b the number that it prints"
 REMOVED = {
-    "--comm auto": "`python scripts/bench_network.py --nodes 2 --master IP --rank R -- -a resnet50 "
-    "-b 64` on each node recommends a method for your network",
+    "--comm auto": f"`python {typed('scripts/bench_network.py')} --nodes 2 --master IP --rank R -- "
+    "-a resnet50 -b 64` on each node recommends a method for your network",
     **dict.fromkeys(("-b auto", "--b auto", "--batch-size auto"), _FIND_BATCH),
     "--memory-limit": "give -b a smaller number than --find-batch prints",
     "--comm localsgd": "--comm int4 sends least, --accum-steps N sends N times less often",

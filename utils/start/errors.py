@@ -5,10 +5,12 @@ import errno
 import io
 import json
 import os
+import shlex
 import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
@@ -18,6 +20,7 @@ BAD_INPUT = 2  # exit code of argparse for wrong options; ours for all bad input
 LOST_PEER = 69  # EX_UNAVAILABLE of sysexits.h: another process of the job is gone or stuck
 # EX_TEMPFAIL: stopped by a signal, with a snapshot or before the first step; run again to continue
 INTERRUPTED = 75
+ROOT = Path(__file__).resolve().parents[2]
 REPORTED = "IMAGENET_REPORTED"  # environment variable: the file of `is_first_to_report`
 
 
@@ -39,6 +42,14 @@ def printable(text: str) -> str:
     Line breaks, control characters and invalid Unicode are written as escapes.
     """
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def typed(name: str) -> str:
+    """The path of a file of this repository, as it is to be typed in the current folder."""
+    with contextlib.suppress(OSError):  # the folder was deleted
+        if Path.cwd() == ROOT:
+            return name
+    return shlex.quote(str(ROOT / name))
 
 
 _ending = threading.RLock()  # never released

@@ -11,7 +11,7 @@ import re
 import torch
 
 from utils.start import nvidia
-from utils.start.errors import UserError
+from utils.start.errors import UserError, typed
 
 
 def check_gpus() -> None:
@@ -54,8 +54,8 @@ def explain(hardware: nvidia.Machine) -> str:
     problem = _missing_kernels() if torch.cuda.is_available() else _why_unavailable()
     try:
         file, why = nvidia.choose(hardware)
-        remedy = f"`bash scripts/quickstart.sh` fills .venv with a torch for {why} (scripts/{file})"
-        remedy += f"; then run .venv/bin/python; {nvidia.HIDE}"
+        remedy = f"`bash {typed('scripts/quickstart.sh')}` fills .venv with a torch for {why} "
+        remedy += f"(scripts/{file}); then run {typed('.venv/bin/python')}; {nvidia.HIDE}"
     except UserError as error:
         remedy = str(error)
     return (

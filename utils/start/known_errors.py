@@ -9,11 +9,11 @@ import contextlib
 import errno
 import os
 import re
+import shlex
 import sys
-from pathlib import Path
 
 from utils.start import errors
-from utils.start.errors import UserError
+from utils.start.errors import UserError, typed
 
 # The packages in requirements.txt, by import name.
 NAMED_ALIKE = ("torch", "torchvision", "tensorboard", "numpy", "tqdm", "plotly", "filelock")
@@ -26,12 +26,12 @@ def explain(error: BaseException) -> UserError | None:
     text = " ".join(str(error).split())
     name = error.name if isinstance(error, ModuleNotFoundError) else None
     if name in REQUIRED:
-        environment = Path(__file__).resolve().parents[2] / ".venv"
-        how = "`bash scripts/quickstart.sh` makes an environment with all packages"
+        environment = errors.ROOT / ".venv"
+        how = f"`bash {typed('scripts/quickstart.sh')}` makes an environment with all packages"
         if environment.exists():
-            how = f"`source {environment}/bin/activate` first"
+            how = f"`source {shlex.quote(str(environment))}/bin/activate` first"
         text = f"{REQUIRED[name]} is not installed for {sys.executable}: {how}, or "
-        return UserError(text + "`pip install -r requirements.txt`", on_every_rank=True)
+        return UserError(text + f"`pip install -r {typed('requirements.txt')}`", on_every_rank=True)
     if isinstance(error, FileNotFoundError) and "temporary directory" in text:
         text = "no folder for temporary files, such as /tmp, can be written to: free disk space, "
         return UserError(text + "set TMPDIR, or raise `ulimit -f`", on_every_rank=True)
