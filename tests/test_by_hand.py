@@ -202,9 +202,10 @@ def test_options_have_the_names_that_people_know(folder, parse):
 # ---- what differs between the nodes: one error on each, before anything is built
 
 DIFFERS = "the command line differs between the nodes: --"
-MANY = f"{DIFFERS}amp: auto on {{0}}, off on {{1}} (and 7 more): use"
+MANY = f"{DIFFERS}amp: auto on {{0}}, off on {{1}} (and 6 more): use"
 DIFFERENT = [
     ("--lr 0.3", "--lr 0.4", f"{DIFFERS}lr: 0.3 on {{0}}, 0.4 on {{1}}: use the same"),
+    ("--image-size 64", "", f"{DIFFERS}image-size: 64 on {{0}}, 224 on {{1}}: use the same"),
     ("--seed 1 --mixup 0.2 --comm int8", "-b 6 --amp off -a vgg11 --image-size 64", MANY),
     ("--resume a.pt", "", f"{DIFFERS}resume: True on {{0}}, False on {{1}}"),
     # Not options, but properties of the node.

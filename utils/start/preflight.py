@@ -387,8 +387,10 @@ def find_master(rank: int, nodes: int, master: tuple[str, int], seconds: float) 
 # ---- facts that must be the same on all nodes
 
 ROOT = Path(__file__).resolve().parents[2]
+PREPROCESSING = "the preprocessing that --pretrained FILE states"
 REMEDY = {
     "the command line": "use the same options on every node",
+    PREPROCESSING: "use the same file on every node",
     "the training script": "start the same script on every node",
     "this code": "copy it to every node again, and remove files that should be missing",
     "torch": "install the same version on every node",
@@ -399,7 +401,8 @@ REMEDY = {
 _MAY_DIFFER = """data classes name output_dir store recipe command mode
     workers print_freq profile spot_notice tracker memory_format
     snapshot_minutes train_time dist_url dist_timeout dist_backend gpus
-    nodes node_rank local_rank preprocessing defaulted_sizes epoch_sizes"""
+    nodes node_rank local_rank preprocessing given_preprocessing defaulted_sizes
+    epoch_sizes"""
 MAY_DIFFER = frozenset(_MAY_DIFFER.split())
 PATHS = {"resume", "pretrained"}  # paths may differ, but all nodes or none must have the option
 
@@ -438,6 +441,7 @@ def compare_processes(
         "NCCL": versions["NCCL"],
         PROCESSES: world.local_size,
         "the command line": {f"--{key.replace('_', '-')}": str(options[key]) for key in options},
+        PREPROCESSING: str(args.given_preprocessing),
     }
     if mismatch := describe_mismatch(world.gather((me, facts))):
         raise UserError(mismatch, on_every_rank=True)
