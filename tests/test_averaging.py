@@ -2,6 +2,8 @@
 
 import copy
 import math
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from o2_cases import prepare, train
 from running import same
 from test_checkpoint import ARGS, CLASSES, OPTIONS, build, resume, save_best, save_snapshot
 
-from utils import loop
+from utils import epoch, loop
 from utils.model.ema import Average
 from utils.start.atomic import read_checkpoint
 from utils.start.errors import UserError
@@ -41,6 +43,19 @@ def test_the_average_is_the_formula_and_the_model_gets_its_own_bits_back(level, 
     with ema.in_model():
         assert same(model.state_dict(), averaged)
     assert same(model.state_dict(), own)
+
+
+def test_an_evaluation_is_of_both_models_or_of_none(monkeypatch):
+    """A signal may come while the second one is evaluated."""
+    session = SimpleNamespace(state=averaged())
+    plain = {"Top1/val": 1.0, "Top5/val": 2.0, "Loss/val": 3.0, "images": 4.0}
+    of_average = {tag: 10 * value for tag, value in plain.items()}
+    for second, expected in (
+        (None, None),
+        (of_average, plain | {"Top1/ema": 10.0, "Top5/ema": 20.0, "Loss/ema": 30.0}),
+    ):
+        monkeypatch.setattr(epoch, "evaluate_weights", mock.Mock(side_effect=[plain, second]))
+        assert epoch.evaluate(session, None, None) == expected
 
 
 # ---- in snapshots

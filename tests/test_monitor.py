@@ -375,7 +375,7 @@ def test_speed_and_waiting_are_of_the_steps_since_the_last_line(monkeypatch, log
     session = mock.MagicMock(state=state, world=World(CPU), global_batch=10, print_freq=2)
     session.train.sampler.steps_per_epoch, session.train.waited, session.first_epoch = 4, 0.0, 0
     session.args = Options(epochs=1, batch_size=5, lr=0.1, lr_scaling="none", warmup_epochs=0)
-    session.args = session.args.replaced(lr_schedule="constant")
+    session.args = session.args.replaced(lr_schedule="linear")
     session.stop.reason, session.train.bad.too_many, session.train.bad.seen = None, False, {}
     session.train.reading, session.monitor.end_epoch.return_value = Reading(), {}
     state.step = first
@@ -391,3 +391,4 @@ def test_speed_and_waiting_are_of_the_steps_since_the_last_line(monkeypatch, log
     assert session.write_ledger.call_count == len(shares), "if the last one is old"
     record = meter.record()
     assert (record["Throughput/train"], record["Time/train"]) == (5.0, 2.0)
+    assert record["Lr"] == pytest.approx(0.1 / 4), "of the last step"
