@@ -132,6 +132,16 @@ def test_the_better_of_model_and_average_reaches_the_desired_accuracy(plain, ave
     assert asked == [Reason.DESIRED_ACC] * ends
 
 
+@pytest.mark.parametrize(("done", "goes_on"), [(2, True), (3, False), (5, False)])
+def test_a_run_that_has_more_epochs_than_it_is_asked_for_is_over(done, goes_on):
+    """It is resumed with fewer --epochs."""
+    stop = mock.Mock(reason=None)
+    stop.ask.side_effect = lambda reason: setattr(stop, "reason", reason)
+    session = SimpleNamespace(state=SimpleNamespace(epoch=done), args=Options(epochs=3), stop=stop)
+    assert loop.has_next_epoch(session) == goes_on
+    assert stop.reason is (None if goes_on else Reason.EPOCHS)
+
+
 def test_one_rank_that_waits_for_its_images_makes_all_wait(monkeypatch):
     monkeypatch.setattr(epoch, "gather", lambda mine, _: [mine, (9.0, 2 * 10**6, 30)])
     train = SimpleNamespace(waited=1.0, reading=SimpleNamespace(bytes=10**6, files=10))
