@@ -122,6 +122,13 @@ def begin(session: Session) -> Training:
     is_over = broadcast_from_rank0(training.stop.is_time_over, world)
     if state.resumed and is_over:
         training.stop.reason = Reason.TRAIN_TIME
+    # Nor does one that has reached its target.
+    if (
+        state.resumed
+        and args.start_epoch is None
+        and any(is_enough(args, x) for x in state.history)
+    ):
+        training.stop.ask(Reason.DESIRED_ACC)
     state.tick()
     return training
 
@@ -186,9 +193,14 @@ def close_epoch(
                 log.info(f"note: {why}")
     save_snapshot(session, is_best)
     session.write_ledger()
-    top1 = max(evaluated["Top1/val"], evaluated.get("Top1/ema", 0.0))
-    if args.target_top1 is not None and top1 >= args.target_top1:
+    if is_enough(args, evaluated):
         stop.ask(Reason.DESIRED_ACC)
+
+
+def is_enough(args: Options, record: dict[str, float]) -> bool:
+    """Whether the better of an epoch's models has the accuracy of ``--target-top1``."""
+    top1 = max(record["Top1/val"], record.get("Top1/ema", 0.0))
+    return args.target_top1 is not None and top1 >= args.target_top1
 
 
 def add_to_history(state: TrainState, record: dict[str, float], best_by: str) -> bool:
