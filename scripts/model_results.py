@@ -121,7 +121,8 @@ def main() -> int:
     data = rest[0] if rest else recorded_data(best[0], is_needed=not own.images)
     evaluates = bool(rest) or not own.images or (data is not None and data.is_dir())
     data = data if evaluates and data else out  # a folder that exists
-    if evaluates and own.part == "val" and has_classes(data / "test"):
+    is_first = os.environ.get("RANK", "0") == "0"  # of torchrun's processes
+    if is_first and evaluates and own.part == "val" and has_classes(data / "test"):
         print("note: DATA/val has chosen the best epoch; --part test evaluates on other images")
     # The options with which imagenet_ddp.py would evaluate, and this command's own options.
     words = ["-a", best[0].arch, "-e", "--resume", str(best[0].path), str(data)]

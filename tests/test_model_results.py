@@ -193,6 +193,21 @@ def test_classes_and_mistakes_in_the_order_of_their_weight():
     assert np.array(curve) == pytest.approx(np.array(bins))
 
 
+@pytest.mark.parametrize(("rank", "part"), [("0", "val"), ("1", "val"), ("0", "test")])
+def test_the_part_that_chose_the_model_is_noted_once(
+    place, tmp_path, monkeypatch, capsys, rank, part
+):
+    """By one of torchrun's processes."""
+    (tmp_path / "test/class_1").mkdir(parents=True)
+    words = ["model_results.py", place / "run", tmp_path, "--part", part, "--out", tmp_path]
+    monkeypatch.setattr(sys, "argv", list(map(str, words)))
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(model_results.launch, "run", lambda *_: 0)
+    assert model_results.main() == 0
+    is_noted = (rank, part) == ("0", "val")
+    assert ("note: DATA/val has chosen the best epoch" in capsys.readouterr().out) == is_noted
+
+
 def test_bad_input_is_an_error(place, tmp_path, monkeypatch):
     """But --images does without DATA."""
     shutil.copy(place / "run/best.pt", tmp_path)
