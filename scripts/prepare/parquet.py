@@ -96,8 +96,10 @@ def find_files(folder: Path) -> dict[str, list[Path]]:
         if word in SPLITS:
             splits.setdefault(SPLITS[word], []).append(path)
         if total := re.search(r"\d{5}-of-(\d+)", path.name):
-            others = path.parent.glob(path.name.replace(total[0], f"?????-of-{total[1]}"))
-            if len(list(others)) != int(total[1]):
+            # Until 2023 each name ended with a text of its own.
+            start, end = re.escape(path.name[: total.start()]), rf"-of-{total[1]}\b.*\.parquet"
+            others = (re.fullmatch(rf"{start}(\d{{5}}){end}", n) for n in os.listdir(path.parent))
+            if len({one[1] for one in others if one}) != int(total[1]):
                 text = f"{path.parent} lacks some of the {int(total[1])} files such as {path.name}"
                 raise UserError(f"{text}: finish the download")
     if not splits:
