@@ -108,6 +108,7 @@ def test_what_cannot_be_split_is_left_as_it_is(data, tmp_path):
 
 LAYOUTS = {
     "class folders": "{c}/{i:02d}.jpg",
+    "class folders and an empty train": "{c}/{i:02d}.jpg",
     "train alone": "train/{c}/{i:02d}.jpg",
     "a table": "{c}_{i:02d}.jpg",
     "a table, images in train": "train/{c}_{i:02d}.jpg",
@@ -118,6 +119,8 @@ def own(root, layout):
     """Images of one's own: 20 in each of two classes, and other files."""
     images = [(c, LAYOUTS[layout].format(c=c, i=i)) for c in "ab" for i in range(20)]
     put(root, {name: name.encode() for _, name in images})
+    if "empty" in layout:  # a desktop has left a file in it
+        put(root, {"train/.DS_Store": b""})
     if layout == "train alone":
         put(root, {"notes.txt": b"", "train/a/.mine.tmp": b"mine"})
     if "table" in layout:

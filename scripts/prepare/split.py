@@ -157,7 +157,7 @@ def _describe(data: Path, table: Path | None) -> dict[str, Any]:
         raise UserError(found)
     if table or not train.is_dir() or not class_names(train):
         if table is None:
-            classes = [] if train.is_dir() else layouts.classes_at_top(data)
+            classes = [] if layouts.has_image(train) else layouts.classes_at_top(data)
             if classes:
                 return {"layout": "folders", "classes": classes}
             table = layouts.label_table(data)
@@ -166,7 +166,7 @@ def _describe(data: Path, table: Path | None) -> dict[str, Any]:
             return {"layout": "table", "from": _labelled(data, table, {}), "labels": labels}
     if not train.is_dir() or source_kind(train) is not FOLDER or not class_names(train):
         text = f"{data} has no class folders of images, neither in it nor in train/"
-        if not train.is_dir() and (one := layouts.classes_at_top(data, least=1)):
+        if not layouts.has_image(train) and (one := layouts.classes_at_top(data, least=1)):
             text = f"{data} has images in one class folder only, {one[0]}"
         if left := _not_images(data):
             text += f" (no images that training reads: {left})"

@@ -71,11 +71,12 @@ def classes_at_top(data: Path, least: int = 2) -> list[str]:
     """
     names = [name for name in class_names(data) if name not in ("train", "val", "test")]
     names = [n for n in names if not any((data / n / part).is_dir() for part in ("train", "val"))]
-    names = [name for name in names if _has_image(data / name)]
+    names = [name for name in names if has_image(data / name)]
     return names if len(names) >= least else []
 
 
-def _has_image(folder: Path) -> bool:
+def has_image(folder: Path) -> bool:
+    """Whether there is an image in or below ``folder``."""
     return any(
         name.lower().endswith(SUFFIXES) and not is_hidden(name)
         for _, _, names in os.walk(folder)
@@ -120,11 +121,11 @@ def split_advice(data: Path) -> str | None:
     train = data / "train"
     if found := misplaced(data):
         return found
-    if not train.is_dir() and (classes := classes_at_top(data)):
-        what = f"{len(classes)} class folders, but neither train/ nor val/"
+    if not has_image(train) and (classes := classes_at_top(data)):
+        what = f"{len(classes)} class folders, but {'an empty' if train.is_dir() else 'no'} train/"
     elif train.is_dir() and class_names(train) and not (data / "val").exists():
         what = "train/, but no val/"
-    elif (table := label_table(data)) and any(map(_has_image, (data, train))):
+    elif (table := label_table(data)) and any(map(has_image, (data, train))):
         what = f"images and the table {table.name}, but no class folders"
     else:
         return None
