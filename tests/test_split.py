@@ -149,7 +149,7 @@ def test_ones_own_images_are_divided_and_put_back(tmp_path, layout):
     places = Counter(name.rsplit("/", 1)[0][-1:] for name in images(data) if name[0] == "v")
     assert places == {"a": 4, "b": 4}, "a part has its share of each class"
     assert {path.name for path in data.iterdir() if path.is_dir()} == {"train", "val", "test"}
-    kept = [data for name, data in before.items() if "/.mine" not in name]
+    kept = [data for name, data in before.items() if "/." not in name]
     assert sorted(images(data).values()) == sorted(kept)
     check_same_classes(data, "val", class_folders(data / "train"), subset=False)
     succeed("split", own(tmp_path / "node", layout), "--val", 0.2, "--test", 0.1)
