@@ -123,11 +123,8 @@ def begin(session: Session) -> Training:
     if state.resumed and is_over:
         training.stop.reason = Reason.TRAIN_TIME
     # Nor does one that has reached its target.
-    if (
-        state.resumed
-        and args.start_epoch is None
-        and any(is_enough(args, x) for x in state.history)
-    ):
+    reached = any(is_enough(args, record) for record in state.history)
+    if state.resumed and args.start_epoch is None and reached:
         training.stop.ask(Reason.DESIRED_ACC)
     state.tick()
     return training

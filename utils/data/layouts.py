@@ -12,8 +12,8 @@ from typing import NamedTuple
 from utils.data import devkit
 from utils.data.folder import class_names
 from utils.data.sources import SUFFIXES, is_hidden
+from utils.start.errors import typed
 
-ROOT = Path(__file__).resolve().parents[2]
 KAGGLE = "ILSVRC/Data/CLS-LOC"
 # How other programs name the parts of a data set, in lower case.
 NAMES = {
@@ -135,9 +135,7 @@ def split_advice(data: Path) -> str | None:
 
 def command(script: str, *words: str | Path) -> str:
     """The command line that runs a script of scripts/, to be typed in the current folder."""
-    path = ROOT / "scripts" / script
-    path = path.relative_to(ROOT) if Path.cwd() == ROOT else path
-    return shlex.join(["python", str(path), *map(str, words)])
+    return " ".join(["python", typed(f"scripts/{script}"), shlex.join(map(str, words))]).rstrip()
 
 
 def beside(data: Path, ending: str) -> Path:

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Protocol
 
 from utils.start import errors
-from utils.start.errors import LOST_PEER, UserError
+from utils.start.errors import LOST_PEER, ROOT, UserError
 from utils.start.progress import main
 from utils.start.signals import is_stopped
 
@@ -28,7 +28,6 @@ SIGNS = 12  # in the time limit
 LONGEST = 10.0  # seconds between two signs
 MISSED = 3  # signs in a row: then a process is silent
 MOST_NAMED = 8  # ranks in a message
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class Store(Protocol):

@@ -28,7 +28,7 @@ from typing import Any, Protocol, TextIO
 
 from utils.start import errors
 from utils.start.addresses import parse_tcp_url, port_in_use
-from utils.start.errors import UserError, printable
+from utils.start.errors import ROOT, UserError, printable
 from utils.start.option_types import Options, count, positive, seconds
 from utils.start.orphans import die_with_launcher
 
@@ -386,7 +386,7 @@ def find_master(rank: int, nodes: int, master: tuple[str, int], seconds: float) 
 
 # ---- facts that must be the same on all nodes
 
-ROOT = Path(__file__).resolve().parents[2]
+
 PREPROCESSING = "the preprocessing that --pretrained FILE states"
 REMEDY = {
     "the command line": "use the same options on every node",
