@@ -23,7 +23,7 @@ from torchvision.models import get_model
 from utils import epoch, loop, report
 from utils.run.run_directory import Run, RunFolder, checkpoint_file, choose
 from utils.run.stopping import Reason
-from utils.start.errors import UserError
+from utils.start.errors import INTERRUPTED, UserError
 from utils.start.option_types import Options
 from utils.start.world import World
 
@@ -130,6 +130,32 @@ def test_the_better_of_model_and_average_reaches_the_desired_accuracy(plain, ave
     loop.close_epoch(session, {"Loss/train": 1.0}, evaluated)
     asked = [call.args[0] for call in session.stop.ask.call_args_list]
     assert asked == [Reason.DESIRED_ACC] * ends
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_advice_comes_after_the_first_epoch_of_this_start(monkeypatch, first):
+    """Also of a run that was resumed."""
+    state, given = replace(trained(), epoch=2), mock.Mock()
+    monkeypatch.setattr(loop.advice, "bottleneck", given)
+    monkeypatch.setattr(loop.advice, "is_enough", lambda _: True)
+    session = mock.MagicMock(state=state, first_epoch=first, world=World(torch.device("cpu")))
+    session.args = SimpleNamespace(best_by="top1", target_top1=None, epochs=9, train_time=None)
+    session.snapshots = None
+    loop.close_epoch(session, {}, {"Top1/val": 1.0, "Top5/val": 2.0, "Loss/val": 3.0})
+    assert given.called == (first == 2)
+
+
+@pytest.mark.parametrize("reason", [Reason.EPOCHS, Reason.TRAIN_TIME, Reason.INTERRUPTED])
+def test_the_best_model_is_tested_unless_a_signal_waits(monkeypatch, reason):
+    tested = mock.Mock(return_value={})
+    monkeypatch.setattr(loop, "test_best", tested)
+    monkeypatch.setattr(loop.report, "end", mock.Mock())
+    session = mock.MagicMock(world=World(torch.device("cpu")), snapshots=None)
+    session.stop.error, session.stop.reason = None, None
+    session.stop.end_training.return_value = reason
+    interrupted = reason is Reason.INTERRUPTED
+    assert loop.end(session, None) == (INTERRUPTED if interrupted else 0)
+    assert tested.called != interrupted
 
 
 @pytest.mark.parametrize(("done", "goes_on"), [(2, True), (3, False), (5, False)])
