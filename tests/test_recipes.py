@@ -4,17 +4,20 @@ import json
 import re
 from argparse import Namespace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torchvision
 from conftest import ROOT, scalars, train
 
-from utils import advice
+from utils import advice, report
 from utils.data.classes import select
 from utils.run import recipes
 from utils.start import preflight
 from utils.start.errors import UserError
+from utils.start.option_types import Options
+from utils.start.world import World
 
 SCRIPTS = sorted(path.stem for path in ROOT.glob("imagenet_*.py"))
 NAMES = ("classic90", "fast16", "fast32", "strong100", "tiny", "vit-finetune")
@@ -90,6 +93,7 @@ def test_a_run_by_a_recipe(folder, tmp_path, recipe):
         ({}, 8193, [r"sgd is known .* batch of 8192 \(ResNet-50: Goyal", "0 epochs of warm"]),
         ({"lr": 3.2}, 16384, [r"linear rule: 6\.4\)", "--warmup-epochs 5 or more"]),
         ({"warmup_epochs": 5.0}, 16384, ["5 epochs of warm-up: expect less accuracy$"]),
+        ({"optimizer": "nesterov"}, 8193, ["^nesterov is known"]),
         ({"optimizer": "adamw"}, 100_000, []),
     ],
 )
@@ -107,6 +111,7 @@ def test_a_batch_beyond_what_is_known_is_named(changes, batch, patterns):
     [
         ("vgg11", {}, 256, True),
         ("vgg11", {"lr": 0.03}, 256, False),
+        ("vgg11", {"lr": 0.03}, 32, False),  # which is no reason for less
         ("vgg11", {}, 2560, False),  # by the linear rule
         ("vgg11_bn", {}, 256, False),
         ("vgg11", {"optimizer": "adamw"}, 256, False),
@@ -120,3 +125,25 @@ def test_the_default_rate_is_too_high_without_normalisation(arch, changes, batch
     warnings = advice.rate_warnings(args, model, batch, args.lr)
     assert len(warnings) == warns
     assert not warns or re.search(f"{arch} has no normalisation.*--lr 0.01", warnings[0])
+
+
+@pytest.mark.parametrize(
+    ("rule", "batch", "warmup", "noted"),
+    [
+        ("linear", 512, 0.0, True),
+        ("linear", 512, 1.0, False),
+        ("linear", 256, 0.0, False),
+        ("none", 512, 0.0, False),
+    ],
+)
+def test_a_scaled_up_rate_without_warm_up_gets_a_note(logged, rule, batch, warmup, noted):
+    session = mock.MagicMock(world=World(torch.device("cpu")), global_batch=batch)
+    session.args = Options(
+        **{"arch": "x", "optimizer": "adamw", "lr": 0.1, "lr_scaling": rule, "epochs": 9},
+        **{"batch_size": batch, "global_batch": None, "accum_steps": 1, "warmup_epochs": warmup},
+        **{"recipe": None, "resume": None},
+    )
+    session.state.epoch, session.state.sharded, session.state.resumed = 0, False, False
+    session.train.sampler.sizes, session.train.sampler.accum = (), 1
+    report.start(session, "runs/x")
+    assert ("note: a scaled-up learning rate usually needs --warmup-epochs 5" in logged) == noted
