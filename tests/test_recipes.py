@@ -139,9 +139,17 @@ def test_the_default_rate_is_too_high_without_normalisation(arch, changes, batch
 def test_a_scaled_up_rate_without_warm_up_gets_a_note(logged, rule, batch, warmup, noted):
     session = mock.MagicMock(world=World(torch.device("cpu")), global_batch=batch)
     session.args = Options(
-        **{"arch": "x", "optimizer": "adamw", "lr": 0.1, "lr_scaling": rule, "epochs": 9},
-        **{"batch_size": batch, "global_batch": None, "accum_steps": 1, "warmup_epochs": warmup},
-        **{"recipe": None, "resume": None},
+        arch="x",
+        optimizer="adamw",
+        lr=0.1,
+        lr_scaling=rule,
+        epochs=9,
+        batch_size=batch,
+        global_batch=None,
+        accum_steps=1,
+        warmup_epochs=warmup,
+        recipe=None,
+        resume=None,
     )
     session.state.epoch, session.state.sharded, session.state.resumed = 0, False, False
     session.train.sampler.sizes, session.train.sampler.accum = (), 1
