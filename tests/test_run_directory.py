@@ -334,7 +334,9 @@ def test_the_last_line_says_how_to_continue(folder, tmp_path):
     """With --start-epoch, the same command would train the finished steps again."""
     line = ("-a", "tiny_plain", "-b", "5", "--epochs", "1", "--output-dir", tmp_path / "my runs")
     out = train("imagenet_nd.py", "--train-time", "1e-9", "--start-epoch", "0", *line, folder).out
-    advice = "raise --train-time and run the same command with (--.*) and without --start-epoch\n$"
+    advice = (
+        "raise --train-time .* and run the same command with (--.*) and without --start-epoch\n$"
+    )
     (option,) = re.findall(advice, out)
     out = train("imagenet_nd.py", "--train-time", "1", *line, *shlex.split(option), folder).out
     assert re.search("resumed from .*: epoch 1, step 1$", out, re.MULTILINE)

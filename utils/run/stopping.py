@@ -34,7 +34,7 @@ class Reason(str, enum.Enum):
 WHY = {
     Reason.EPOCHS: "all epochs done",
     Reason.DESIRED_ACC: "target accuracy reached",
-    Reason.TRAIN_TIME: "time limit reached; to train on, raise --train-time and ",
+    Reason.TRAIN_TIME: "time limit reached; to train on, raise --train-time (TRAIN_HOURS) and ",
     Reason.INTERRUPTED: "interrupted by a signal; to continue, ",
 }
 # Reasons that a single rank may notice, in rising priority: the maximum of the votes decides.
