@@ -174,6 +174,9 @@ def test_an_image_that_is_new_in_the_source_is_copied_by_the_next_call(tmp_path)
     put(tmp_path, {"data/train/b/2.JPEG": image})
     assert "done: " in succeed(*command)
     assert images(tmp_path / "out") == images(tmp_path / "data")
+    (tmp_path / "data/train/b/2.JPEG").unlink()
+    said = succeed(*command)
+    assert f"note: {tmp_path}/out/train has 2 images, but its source has 1\n" in said
     assert "nothing to do" in succeed(*command)
 
 

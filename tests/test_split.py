@@ -228,6 +228,20 @@ def test_a_table_that_contradicts_itself(tmp_path):
     assert f"cannot read {table}: give a CSV file" in message
 
 
+def test_what_a_table_leaves_out_is_counted(tmp_path):
+    """The names of its columns decide which one has the class, the first line what divides them."""
+    names = [f"{i}.jpg" for i in range(6)]
+    put(tmp_path, dict.fromkeys((*names, "sub/twin.jpg", "twin.jpg"), b"x"))
+    rows = [f"{name} ;a, b, c, d, e; {'cat' if name < '3' else 'dog'}" for name in names]
+    rows = ["Name;Notes; Class ", *rows, "gone.jpg;;cat", "0.jpg;;cat", "twin;;cat"]
+    (tmp_path / "labels.csv").write_text("\n".join(rows))
+    said = succeed("split", tmp_path, "--val", 0.3)
+    assert "train 4 images, val 2 images" in said
+    assert {path.name for path in (tmp_path / "val").iterdir()} == {"cat", "dog"}
+    assert f"left out: 2 lines of {tmp_path}/labels.csv that name no image" in said
+    assert "left out: 2 images that" in said
+
+
 @pytest.mark.parametrize("layout", ["a table", "a table, images in train", "class folders"])
 def test_other_labels_than_at_first_need_undo(tmp_path, layout):
     """A table that was corrected, or one for images that were divided by their folders."""
