@@ -86,13 +86,19 @@ def test_a_rejected_url_is_an_error_line_and_leaves_no_file(folder, tmp_path):
 def test_what_could_overwrite_or_miss_a_run_is_refused(tmp_path, monkeypatch):
     (tmp_path / "half").mkdir()
     (tmp_path / "half" / "summary.json").touch()
+    (tmp_path / "half" / "snapshot.pt").touch()
     (tmp_path / "file").touch()
+    here = tmp_path / "here" / "half"
+    for own in (tmp_path / "half" / "snapshot.pt", f"file://{tmp_path}/half"):
+        store.Store(str(tmp_path), here).open(str(own))  # continues that run
     for place, resume, words in [
         (tmp_path, None, "/half contains a run already"),
+        (tmp_path, f"{tmp_path}/other/snapshot.pt", "/half contains a run already"),
+        (tmp_path, f"file://{tmp_path}/other", "/half contains a run already"),
         (tmp_path / "file", "auto", "cannot tell whether .*/file/half has a snapshot"),
     ]:
         with pytest.raises(UserError, match=words):
-            store.Store(str(place), tmp_path / "half").open(resume)
+            store.Store(str(place), here).open(resume)
     monkeypatch.setattr(fsspec.core, "url_to_fs", lambda url, **_: (Bucket(), "typo/half"))
     with pytest.raises(UserError, match="the bucket typo of --store s3://typo/half does not exist"):
         store.Store("s3://typo", tmp_path / "half").open(None)

@@ -157,12 +157,19 @@ class Store(Sink):
             self._warn(error)
         if bucket:
             raise UserError(f"the bucket {bucket} of --store {self.url} does not exist")
-        if names and not resume:
+        if (names and not resume) or (SNAPSHOT in names and self._is_of_another_run(resume)):
             raise UserError(
                 f"{self.url} contains a run already: continue it with --resume auto, or choose "
                 "another --name"
             )
         self.thread.start()
+
+    def _is_of_another_run(self, resume: str | None) -> bool:
+        """Whether ``resume`` is a file that is neither here nor in this folder of the store."""
+        if not resume or resume == "auto" or (self.folder / SNAPSHOT).exists():
+            return False
+        _, path = _connect(resume)
+        return self.path not in (path, path.rpartition("/")[0])
 
     def file(self, path: Path) -> None:
         """Upload ``path`` soon, if it exists, and files whose upload has failed.
