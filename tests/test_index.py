@@ -62,6 +62,13 @@ def test_folders_named_like_images_and_what_systems_leave(tmp_path, capsys):
     ]
 
 
+def test_of_many_kinds_of_other_files_the_most_frequent_are_named(tmp_path, capsys):
+    make(tmp_path, "a/1.jpg", *(f"a/{i}.x{kind}" for kind in range(6) for i in range(9 - kind)))
+    open_folder(tmp_path, ["a"], shows=True)
+    kinds = "(.x0 9, .x1 8, .x2 7, .x3 6, .x4 5, ...)"
+    assert f": 39 files that are not images {kinds}\n" in capsys.readouterr().out
+
+
 def test_a_class_folder_replaced_by_one_of_the_same_time_is_noticed(tmp_path):
     """As two archives that give all folders the same time."""
     for name in ("1.jpg", "2.jpg"):
@@ -193,6 +200,28 @@ def test_change_lists_that_class_anew(root, scans):
     assert images[9] == ("b/deep/new.jpg", 1) and len(images) == 15
     assert images == contents(open_folder(root, CLASSES))
     assert scans == ["b", "b"], "a second change in the same tick of the clock would go unnoticed"
+
+
+def test_a_list_in_the_users_cache_gives_way_to_one_beside_the_images(
+    root, scans, monkeypatch, tmp_path_factory
+):
+    """When the folder can be written again: an old list would be refused in each start."""
+    cache, save = tmp_path_factory.mktemp("cache"), list_cache.save_atomically
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+
+    def refuse(write, path):
+        if path.parent == root:
+            raise OSError(30, "Read-only")
+        save(write, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(list_cache, "save_atomically", refuse)
+        open_folder(root, CLASSES)
+    assert list(cache.glob("*/*.npz"))
+    make(root, "b/5.jpg")
+    scans.clear()
+    assert len(open_folder(root, CLASSES)) == len(open_folder(root, CLASSES)) == 16
+    assert sorted(scans) == sorted(CLASSES), "each once"
 
 
 def test_damaged_cache_is_made_again(root, scans):
