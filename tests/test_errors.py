@@ -50,6 +50,7 @@ def attempt(*words: object) -> Result:
         (f"nd --name={'x' * 201}", "is longer than 200 bytes"),
         (f"nd --name={'é' * 101}", "is longer than 200 bytes"),
         ("nd --profile -e --pretrained", "--profile traces training: leave out --find-batch"),
+        ("nd --find-batch -e --pretrained", "--find-batch measures training: leave out --evaluate"),
         ("nd -e", "add --resume runs/NAME/best.pt, or --name NAME --resume auto"),
         ("nd --part test", "--part test is for --evaluate: add -e"),
         ("nd -b auto", "-b auto was removed: run the command once with --find-batch"),

@@ -142,6 +142,8 @@ def _contradictions(args: argparse.Namespace, local: bool) -> Iterator[str]:
         yield "--resume auto needs --name, the run to continue"
     if args.profile and (args.find_batch or args.evaluate):
         yield "--profile traces training: leave out --find-batch and --evaluate"
+    if args.find_batch and args.evaluate:
+        yield "--find-batch measures training: leave out --evaluate"
 
 
 def _resolve_sizes(args: argparse.Namespace) -> None:
