@@ -140,7 +140,7 @@ def test_code_and_runs_in_folders_with_spaces(copying, tmp_path):
     [
         (True, 0, 0, "launcher: nothing to copy back: there is no b:suite/runs/a\n"),
         (True, 69, 69, "launcher: nothing to copy back: there is no b:suite/runs/a\n"),
-        (False, 75, 75, "launcher: ssh to b failed: does "),
+        (False, 75, 75, "launcher: ssh to b failed: does `{}/ssh u@b python3 -V` work here?\n"),
         (False, 0, 2, "ssh to b failed: does "),
     ],
 )
@@ -155,14 +155,23 @@ def test_a_run_that_cannot_be_fetched_leaves_the_code_of_the_job(
     monkeypatch.setattr(sys, "argv", ["train_on_nodes.sh", *words, "--name", "a"])
     monkeypatch.setattr(launcher.signals, "handle", lambda *_: None)
     monkeypatch.setattr(launcher.Job, "run", lambda _: code)
-    monkeypatch.setattr(launcher.Job, "run_host", launcher.Host("b"))
+    monkeypatch.setattr(launcher.Job, "run_host", launcher.Host("u@b"))
     try:
         ended = launcher.main()
     except UserError as error:
         ended = launcher.errors.report(error)
     assert ended == ends
-    assert capsys.readouterr().err.removeprefix("error: ").startswith(said)
+    assert capsys.readouterr().err.removeprefix("error: ").startswith(said.format(tmp_path))
     assert not list((tmp_path / "here").iterdir())
+
+
+def test_a_secret_leaves_the_command_line(monkeypatch):
+    """Which a study writes onto its page."""
+    words = ["hosts", "--env=A=secret", "--env", "B=secret", "--env=HOME", "--", "x"]
+    monkeypatch.setattr(sys, "argv", words)
+    options, _ = launcher.parse([*words])
+    assert sys.argv == ["hosts", "--env=A", "--env", "B", "--env=HOME", "--", "x"]
+    assert dict(options.env)["A"] == dict(options.env)["B"] == "secret"
 
 
 def test_code_that_is_gone_here_goes_there_and_other_files_stay(copying, tmp_path, capsys):

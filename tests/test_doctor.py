@@ -11,11 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import doctor
 import pytest
 from checks import node as one_node
+from checks import together
 from checks.findings import ERROR, WARNING
 from conftest import ROOT, TIMEOUT, Result, shell
 from nodes import Node, Nodes, need, type_on_each
+from running import free_port
 from test_gpus import T4, simulate
 
 from utils.data.opening import class_folders, open_source
@@ -135,7 +138,7 @@ def test_all_defects_of_one_node_are_reported(nodes, folder, tmp_path):
 def test_the_speed_of_links_and_what_it_means_for_a_step(nodes, folder):
     """200 Mbit/s from node 1, 400 from node 0: the slower one decides."""
     set_speeds(nodes, 400, 200)
-    results = ask_doctor(nodes, folder, "--need", "25", code=1)
+    results = ask_doctor(nodes, folder, "--need", "{rank}25", code=1)  # node 0 is the slower one
     link, exchange = sorted(bad(results[0]))
     assert re.match(
         r"! network: node 1 \(node1\) sends to node 0 \(node0\) at 0.\d+ Gbit/s, others reach 0.",
@@ -146,8 +149,9 @@ def test_the_speed_of_links_and_what_it_means_for_a_step(nodes, folder):
     ).groups()
     assert (sent, step) == ("102", "640")
     assert "node 0: 0 errors, 2 warnings\n" in results[0].out
-    gbit = re.search(r"all-reduce reaches (\S+) Gbit/s, ", results[0].out)[1]
+    gbit, ms = re.search(r"all-reduce reaches (\S+) Gbit/s, (\S+) ms", results[0].out).groups()
     assert 0.1 < float(gbit) < 0.22
+    assert float(ms) > 0.01
 
 
 def test_what_a_gpu_trains_and_the_disk_that_a_run_needs(monkeypatch):
@@ -171,6 +175,10 @@ def test_what_a_gpu_trains_and_the_disk_that_a_run_needs(monkeypatch):
             args = argparse.Namespace(master="x", rank=rank, output_dir="runs")
             found = [x.level for x in one_node.check_machine(args, []) if "of disk" in x.text]
             assert found == ([] if level is None else [level])
+    usage.free = 2e8  # of shared memory, too
+    for gpus in (["T4"], 2 * ["T4"]):
+        texts = [x.text for x in one_node.check_machine(args, gpus)]
+        assert (": /dev/shm has only 200 MB free" in texts) == (len(gpus) > 1)
     monkeypatch.setattr(one_node.os, "access", lambda path, mode: not mode & os.W_OK)
     for rank, number in ((0, 1), (1, 0)):  # node 0 alone writes the run directory
         args = argparse.Namespace(master="x", rank=rank, output_dir="runs/new")
@@ -189,6 +197,44 @@ def test_the_speeds_of_a_node_are_those_of_all_its_cores(monkeypatch, folder):
         with monkeypatch.context() as patch:
             patch.setattr(one_node.time, clock, itertools.count(0, 2).__next__)
             assert measure(source) == speed
+
+
+def test_a_node_feeds_all_its_gpus(monkeypatch, folder):
+    args = argparse.Namespace(rank=0, nodes=1, master="127.0.0.1", port=free_port(), need=100.0)
+    vars(args).update(data=str(folder), arch="resnet50", image_size=32, output_dir="runs")
+    monkeypatch.setattr(one_node, "check_machine", lambda _, gpus: gpus.extend(3 * ["T4"]) or ())
+    for name, rate in (("read_speed", 299.0), ("decode_speed", 301.0)):
+        monkeypatch.setattr(one_node, name, lambda *_, rate=rate: rate)
+    texts = [found.text for found in together.check_all(args)]
+    assert [text.partition(") ")[2] for text in texts if "images/s" in text] == [
+        "decodes 301 images/s",
+        "reads 299 images/s, but its GPUs need 300 (see --need)",
+    ]
+
+
+@pytest.mark.parametrize(("gpus", "level"), [([], WARNING), (["T4"], ERROR)])
+def test_another_nccl_is_an_error_where_it_is_used(gpus, level):
+    facts = dict.fromkeys(together.COMPARED, "1")
+    nodes = [
+        together.Report(name, gpus, facts | {"NCCL": name}, [], 0.0, None, True) for name in "ab"
+    ]
+    (found,) = together.compare_facts(nodes)
+    assert (found.level, found.text[:12]) == (level, "NCCL differs")
+
+
+def test_hosts_are_asked_what_was_asked_here(monkeypatch, tmp_path):
+    (tmp_path / "hosts").write_text("a slots=2\nb\n")
+    words = ["--data=d", "--arch=a", "--batch-size=1", "--image-size=2", "--need=3.0"]
+    words += ["--output-dir=o", "--wait=0.0"]
+    jobs = []
+    monkeypatch.setattr(
+        doctor, "Job", lambda *given: jobs.append(given) or argparse.Namespace(run=int)
+    )
+    monkeypatch.setattr(sys, "argv", ["doctor.py", *words, str(tmp_path / "hosts")])
+    assert doctor.main() == 0
+    ((_, command, machines, _),) = jobs
+    assert command == ["scripts/doctor.py", *words]
+    assert [(one.name, one.slots) for one in machines] == [("a", None), ("b", None)]
 
 
 def test_one_node_alone(folder):

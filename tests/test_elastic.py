@@ -222,3 +222,13 @@ def test_only_failures_soon_after_the_start_count_as_failures_in_a_row():
         job.running, node.code, node.since = [node], 1, time.monotonic() - seconds
         job.ended(node)
         assert job.ending == ("failed" if number == 8 else "")
+    assert job.run_host is node.host
+
+
+def test_a_run_is_fetched_from_the_last_node_that_was_not_lost():
+    job = Elastic(SimpleNamespace(elastic=(1, 2), wait=1.0), [], [Host("a"), Host("b")], "")
+    job.running = [*job.nodes]
+    for node, code in zip(job.nodes, (1, 255), strict=True):
+        node.code = code
+        job.ended(node)
+        assert job.run_host == Host("a")

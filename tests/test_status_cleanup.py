@@ -133,12 +133,14 @@ def test_the_lines_of_a_run_and_the_file_of_a_killed_process(tmp_path, monkeypat
     foreign = {"pid": own.pid, "started": str(own.started)}
     for number, text in enumerate(([], {}, foreign, rank | {"epoch": "one"}, rank | {"size": {}})):
         (tmp_path / f"foreign{number}.json").write_text(json.dumps(text))
+    usage = SimpleNamespace(free=3 * 2**30, used=2**30, total=4 * 2**30)
+    monkeypatch.setattr(status.shutil, "disk_usage", lambda _: usage)
     for saved in ("no snapshot yet", r"snapshot \d+ s ago"):
         ranks, run, disk, head, line, missing = status.describe([("here", status.node())])
         assert len(head) <= 80 and line.index("15360") < head.index("seen")
         assert ranks == "here: 1 rank"
         assert run == f"\n{tmp_path} (a, ddp)"
-        assert re.match(f"  {saved}; disk ", disk)
+        assert re.fullmatch(f"  {saved}; disk 3.0 of 4 GiB free", disk)
         assert re.match("0 here 2/9 starting - - - 97 11000/15360 ", " ".join(line.split()))
         assert missing == "  not seen here: rank 1, 2, 3"
         assert not (tmp_path / "1.json").exists()
@@ -151,6 +153,9 @@ def test_a_rank_that_waits_for_its_images_is_a_straggler():
     ranks = [rank | {"rank": n, "data_seconds": x} for n, x in enumerate((0.0, 0.9))]
     *_, first, second = status.describe([("here", ranks)])
     assert ["straggler" in line for line in (first, second)] == [False, True]
+    # Of the run directory, the node of rank 0 tells, which may be the only one that has it.
+    lines = [*status.describe([("b", [ranks[1] | {"disk": "x"}])])]
+    assert [line.split()[0] for line in lines[1:]] == ["/r", "rank", "1", "not"]
     # Each host may have a run of its own in a folder of the same name.
     alone = rank | {"rank": 0, "size": 1, "data_seconds": 0.0}
     *_, run, _, first, again, _, second = status.describe([("a", [alone]), ("b", [alone])])
