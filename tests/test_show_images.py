@@ -169,12 +169,17 @@ def test_captions_name_the_classes_and_the_shares_of_mixed_images():
 
 
 @pytest.mark.parametrize("classes", [3, 100])
-def test_unequal_classes_are_seen_and_said(tmp_path, classes):
+def test_unequal_classes_are_seen_and_said(tmp_path, monkeypatch, classes):
     names = [f"class {i} *$_x" for i in range(classes)]
     targets = {"train": [0] * 7 + [1] * 9 + list(range(2, classes)), "val": [0, 0, 1]}
-    file = tmp_path / "sizes.png"
+    file, figures, save = tmp_path / "sizes.png", [], class_sizes.pictures.save
+    monkeypatch.setattr(
+        class_sizes.pictures, "save", lambda *both: figures.append(both[0]) or save(*both)
+    )
     said = class_sizes.draw(names, targets, file)
     assert said == f"in train/, {names[1]} has 9 images, and {names[-1]} has 1"
     assert file.is_file()
+    bars = [[bar.get_width() for bar in axis.patches[:3]] for axis in figures[0].axes]
+    assert bars == [[9, 7, 1], [1, 2, 0]], "the largest class of training first, in both"
     equal = class_sizes.draw(names, {"train": [*range(classes), *range(classes)]}, file)
     assert equal == "each class has 2 images in train/"
