@@ -9,7 +9,7 @@ import compare_runs
 import matplotlib
 import pytest
 from browser import Page
-from compare import pictures
+from compare import palette, pictures
 from conftest import python
 from event_files import HAL, SCRIPT, epochs_of, folder_name, table, write
 from running import eventually
@@ -64,6 +64,8 @@ def test_which_files_are_written(hal):
     assert bars == [pytest.approx(rates), pytest.approx(perfect)]
     assert lines == bars
     assert axes.texts[-1].get_text() == "32619  x 20.62  64 %"
+    looks = list(palette.styles([run.label for run in comparison.runs]).values())
+    assert [looks[i].colour for i in (0, -1)] == [palette.SEQUENCE[i] for i in (0, -1)]
 
 
 def test_section_and_page(hal):
