@@ -21,9 +21,9 @@ log = logging.getLogger(__name__)
 def compiled(module: nn.Module, args: Options) -> Callable[..., Any]:
     """Compile ``module`` for the training step, in the mode of ``--compile``. Weights are shared.
 
-    All training batches have one size. The last evaluation batch is smaller, so evaluation calls
-    the original module. ``--progressive`` compiles once per image size, because kernels with
-    dynamic shapes would be slower. Raises: `UserError` if the module cannot be compiled.
+    All training batches have one size, or two with ``--global-batch``. The last evaluation batch is
+    smaller, so evaluation calls the original module. Each size of batches, and with
+    ``--progressive`` of images, is compiled, because kernels with dynamic shapes would be slower. Raises: `UserError` if the module cannot be compiled.
     """
     if not args.compile:
         return module
@@ -32,9 +32,10 @@ def compiled(module: nn.Module, args: Options) -> Callable[..., Any]:
         raise UserError(
             f"--compile does not support {what}: use imagenet_ddp.py", on_every_rank=True
         )
-    # After this many image sizes, torch would stop compiling.
-    limit = torch._dynamo.config.recompile_limit
-    torch._dynamo.config.recompile_limit = max(limit, len(set(args.epoch_sizes)))
+    # After this many shapes of a batch, torch would stop compiling.
+    limit, sizes = torch._dynamo.config.recompile_limit, len(set(args.epoch_sizes)) or 1
+    shapes = sizes * (2 if args.global_batch else 1)  # its micro-batches may differ by an image
+    torch._dynamo.config.recompile_limit = max(limit, shapes)
     mode = None if args.compile == "default" else args.compile
     return torch.compile(module, mode=mode, dynamic=False)
 
