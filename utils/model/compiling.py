@@ -23,7 +23,8 @@ def compiled(module: nn.Module, args: Options) -> Callable[..., Any]:
 
     All training batches have one size, or two with ``--global-batch``. The last evaluation batch is
     smaller, so evaluation calls the original module. Each size of batches, and with
-    ``--progressive`` of images, is compiled, because kernels with dynamic shapes would be slower. Raises: `UserError` if the module cannot be compiled.
+    ``--progressive`` of images, is compiled, because kernels with dynamic shapes would be slower.
+    Raises: `UserError` if the module cannot be compiled.
     """
     if not args.compile:
         return module
