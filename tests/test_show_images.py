@@ -147,6 +147,23 @@ def test_bad_input_is_an_error(monkeypatch, words, message, folder):
         show_images.main()
 
 
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ("--mode ddp -g 2 --nodes 2 --global-batch 12", "3 of the 3 images"),
+        ("-b 40", "32 of the 40 images"),  # as many tiles as fit
+        ("-b 40 --original", "16 of the 40 images"),
+        ("-b 40 --original --epochs 0,2", "8 of the 40 images"),
+        ("-b 40 --show 33", "33 of the 40 images"),
+    ],
+)
+def test_how_many_images_are_drawn(monkeypatch, capsys, tmp_path, folder, words, shown):
+    line = f"show_images.py {words} --image-size {SIZE} --out {tmp_path}/shown.png {folder}"
+    monkeypatch.setattr(sys, "argv", line.split())
+    assert show_images.main() == 0
+    assert f": {shown} of epoch 0, step 0" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("step", "begins"), [(6, "epoch 1, step 0"), (5, "epoch 0, step 5")])
 def test_after_the_last_step_comes_the_next_epoch(
     monkeypatch, capsys, tmp_path, folder, step, begins
