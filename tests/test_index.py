@@ -53,12 +53,15 @@ def test_folders_named_like_images_and_what_systems_leave(tmp_path, capsys):
     for _ in ("listed", "from the cache"):
         images = contents(open_folder(tmp_path, ["a", "b"], shows=True))
         assert images == [*((f"a/{name}", 0) for name in names), ("b/1.jpg", 1)]
-    (tmp_path / "a" / "z.heic").touch()  # a alone is listed again
+    # a alone is listed again
+    make(tmp_path, "a/z.heic", *(f"a/{i}.mov" for i in range(4)), *(f"a/{i}.cr2" for i in range(5)))
     open_folder(tmp_path, ["a", "b"], shows=True)
     assert capsys.readouterr().out.splitlines() == [
-        f"note: left out of {tmp_path}: {files} files that are not images (.heic {heic}, .\\x1b 2, "
-        ".txt 1, README 1) and 2 images that are in no class folder"
-        for files, heic in ((6, 2), (7, 3))
+        f"note: left out of {tmp_path}: {text}) and 2 images that are in no class folder"
+        for text in (
+            "6 files that are not images (.heic 2, .\\x1b 2, .txt 1, README 1",
+            "16 files that are not images (.cr2 5, .mov 4, .heic 3, .\\x1b 2, .txt 1, ...",
+        )
     ]
 
 
@@ -187,6 +190,9 @@ def test_a_sample_of_sizes_is_spread_over_all_classes(root):
     """A bad copy of the last classes is noticed."""
     assert open_folder(root, CLASSES).sample_sizes()[0] == 4
     first = open_folder(root, CLASSES).sample_sizes(most=3)
+    (root / CLASSES[0] / "gone.jpg").symlink_to("nowhere")  # reading it will report that
+    assert open_folder(root, CLASSES).sample_sizes()[0] == 4 * 15 / 16
+    (root / CLASSES[0] / "gone.jpg").unlink()
     for path in (root / CLASSES[-1]).rglob("*.*"):
         os.truncate(path, 50)
     assert open_folder(root, CLASSES).sample_sizes(most=3) != first
