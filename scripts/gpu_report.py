@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -122,7 +123,8 @@ def section(part: Part, deadline: float, names: dict[str, str], small: bool) -> 
         text = text.strip()
         if "scripts/bench_" not in words[0]:  # benches print Markdown
             text = f"```\n{text}\n```"
-        return f"{left_out}`python {' '.join(words)}` ({time.monotonic() - began:.0f} s)\n\n{text}"
+        line = shlex.join(["python", *words])
+        return f"{left_out}`{line}` ({time.monotonic() - began:.0f} s)\n\n{text}"
     return left_out.strip()
 
 

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import shlex
 import sys
 import time
 from argparse import Namespace
@@ -275,13 +276,15 @@ def test_sleeping_nodes_send_what_the_model_would(capsys):
 
 def test_the_parts_after_one_that_fails_are_run(monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    out = tmp_path / "out"
+    out = tmp_path / "my out"
+    files = out / gpu_report.FILES
+    typed = shlex.join(["python", "-c", f"print('{files}')"])
     own = out / "made/own"  # a user's, in a folder of the name that a part makes
     own.mkdir(parents=True)
     late = tmp_path / "late.py"  # makes half of it
     late.write_text("import os, sys, time; os.mkdir(sys.argv[1]); time.sleep(1000)")
     parts = {
-        Part("One", "-c print('well')", 100): (r"`python -c print\('well'\)` \(", "\nwell\n"),
+        Part("One", "-c print('{out}')", 100): (f"`{re.escape(typed)}` \\(", f"\n{files}\n"),
         Part("Two", "-c exit('no_kernel')", 100): (r"\*\*Failed:", "exit code 1: no_kernel"),
         Part("Three", f"{late} {{out}}/made", 6, makes="made"): ("Left out: ", "longer than 6 s"),
         Part("Four", "-c print(1)", 100, needs="made"): ("Left out: ", "made is missing"),
