@@ -216,6 +216,7 @@ def test_summary_agrees_with_curves(ran):
 def test_the_time_left_is_that_of_the_epochs_or_of_the_limit():
     state = replace(trained(), epoch=2, history=[{"epoch": n, "Seconds": 100.0} for n in (1, 2)])
     cases = (5, None, 0, "0:05:00"), (5, 0.1, 300, "0:01:00"), (5, 0.1, 400, ""), (2, None, 0, "")
+    cases += ((5, 1.0, 300, "0:05:00"),)
     for epochs, limit, state.elapsed, left in cases:
         assert report.time_left(Options(epochs=epochs, train_time=limit), state) == left
 
@@ -239,6 +240,7 @@ def test_the_last_line_and_the_summary_of_averaged_weights(logged):
     history = [
         {"epoch": 1, "Loss/val": 2.0, "Loss/ema": 1.5, "Throughput/train": 60.0},
         {"epoch": 2, "Loss/val": 1.75, "Loss/ema": 3.0, "Throughput/train": 80.0},
+        {"epoch": 3, "Loss/val": 1.75, "Loss/ema": 3.0, "Throughput/train": 100.0},
     ]
     session = mock.MagicMock(world=World(torch.device("cpu")))
     session.state = replace(trained(), history=history, elapsed=3723.0, ema=mock.Mock())
@@ -249,7 +251,7 @@ def test_the_last_line_and_the_summary_of_averaged_weights(logged):
         assert results["best_weights"] == ("ema" if averaged else "model")
         assert (results["lowest_val_loss"], results["snapshot_pause_seconds"]) == (1.5, 0.5)
         assert logged[-1] == (
-            f"Training time 1:02:03, best top-1 50.00 % ({words}), 80.0 images/s: all epochs done"
+            f"Training time 1:02:03, best top-1 50.00 % ({words}), 90.0 images/s: all epochs done"
         )
 
 
