@@ -441,7 +441,7 @@ def compare_processes(
         "NCCL": versions["NCCL"],
         PROCESSES: world.local_size,
         "the command line": {f"--{key.replace('_', '-')}": str(options[key]) for key in options},
-        PREPROCESSING: str(args.given_preprocessing),
+        PREPROCESSING: str(vars(args).get("given_preprocessing")),
     }
     if mismatch := describe_mismatch(world.gather((me, facts))):
         raise UserError(mismatch, on_every_rank=True)
