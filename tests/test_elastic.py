@@ -58,6 +58,12 @@ def test_a_process_that_lost_a_peer_has_an_exit_code_of_its_own(monkeypatch):
         (dist.DistBackendError(REMOTE), PEERS, ("ranks 1, 2, 3", "has ended")),
         (dist.DistBackendError("unhandled cuda error"), PEERS, ("CUDA failed",)),
         (dist.DistStoreError("wait timeout after 9000ms"), [], ("rank 0 lost", "within 9 s")),
+        (
+            dist.DistBackendError(REMOTE),
+            [PEERS[0]] * 9,
+            ("one of the ranks 1, 2, 3, 4, 5, 6, 7, 8",),
+        ),
+        (dist.DistBackendError(REMOTE), [PEERS[0]] * 10, ("another process of the job",)),
         (RuntimeError("shapes differ"), PEERS, ()),
         (TimeoutError(110, "NFS"), PEERS, ()),
     ],

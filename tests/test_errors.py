@@ -228,6 +228,7 @@ def test_shortages_that_torch_reports():
         (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), "ulimit -u"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "too little memory"),
         (OSError(errno.ENOSPC, "No space left on device", "/data/x"), "on the disk for /data/x"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded", "/home/x"), "on the disk for /home/x"),
     ):
         assert words in str(explain(error)), error
     assert explain(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
