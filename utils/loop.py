@@ -196,8 +196,8 @@ def close_epoch(
 
 def is_enough(args: Options, record: dict[str, float]) -> bool:
     """Whether the better of an epoch's models has the accuracy of ``--target-top1``."""
-    top1 = max(record["Top1/val"], record.get("Top1/ema", 0.0))
-    return args.target_top1 is not None and top1 >= args.target_top1
+    best = max(record.get(tag, 0.0) for tag in ("Top1/val", "Top1/ema"))
+    return args.target_top1 is not None and best >= args.target_top1
 
 
 def add_to_history(state: TrainState, record: dict[str, float], best_by: str) -> bool:
