@@ -86,6 +86,14 @@ def test_a_run_by_a_recipe(folder, tmp_path, recipe):
     assert (kept["recipe"], kept["lr"], kept["epochs"]) == (str(path), 0.05, 2)
 
 
+def test_a_file_of_ones_own_comes_before_a_recipe_of_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "fast16").mkdir()  # a folder of data, say
+    assert "--progressive" in recipes.read("fast16")
+    (tmp_path / "tiny").write_bytes(b"\xef\xbb\xbf# mine\r\n--lr 7 \r\n")
+    assert recipes.read("tiny") == ["--lr", "7"]
+
+
 @pytest.mark.parametrize(
     ("changes", "batch", "patterns"),
     [
