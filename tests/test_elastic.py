@@ -41,7 +41,6 @@ def test_a_process_that_lost_a_peer_has_an_exit_code_of_its_own(monkeypatch):
     for name, value in (alone() | {"GLOO_SOCKET_IFNAME": "lo"}).items():
         monkeypatch.setenv(name, value)
     args = SimpleNamespace(dist_backend=None, dist_timeout=9.0, sync_bn=False, name=None)
-    args.given_preprocessing = None
     try:
         with pytest.raises(UserError) as lost, process_group(args):
             raise RuntimeError(CLOSED)
