@@ -14,13 +14,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
+import torchrun
 from conftest import ROOT, SMALL, summary
 from elastic_agent import ENDED, NODES
 from joined import command
 from running import TORCHRUN, Running, alone, descendants, eventually, free_port, start
 
 from utils.run.snapshots import TrainState
-from utils.start import world
+from utils.start import preflight, world
 from utils.start.errors import UserError
 from utils.start.lost_peer import explain
 from utils.start.world import is_lost_peer, process_group
@@ -238,3 +239,35 @@ def test_a_run_is_fetched_from_the_last_node_that_was_not_lost():
         node.code = code
         job.ended(node)
         assert job.run_host == Host("a")
+
+
+def test_a_job_gives_up_when_too_few_nodes_have_come():
+    job = Elastic(SimpleNamespace(elastic=(1, 2), wait=1.0), [], [Host("a"), Host("b")], "")
+    later = time.monotonic() + 5
+    job.wait_for_more(later, ready=1)  # it is enough; the other one may still come
+    with pytest.raises(UserError, match="needs 1 nodes and has waited 1 s for a, b"):
+        job.wait_for_more(later, ready=0)
+
+
+@pytest.mark.parametrize(
+    ("processes", "rank", "threads", "limit"),
+    [("3", "1 2 h:5", "2", "7"), ("gpu", "0 2 h:5", "8", None), ("9", "0 1 h:5", "1", "7")],
+)
+def test_what_a_node_over_ssh_prepares(monkeypatch, processes, rank, threads, limit):
+    """Its processes share the cores; it waits for the others as long as training would."""
+    met = []
+    monkeypatch.setattr(preflight, "meet", lambda *given: met.append(given))
+    monkeypatch.setattr(torchrun, "usable_cores", lambda: 8)
+    monkeypatch.setenv("IMAGENET_ALL_UP", rank)
+    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    words = ["-a", "x", *(["--dist-timeout", limit] if limit else [])]
+    torchrun.prepare(SimpleNamespace(nproc_per_node=processes, training_script_args=words))
+    assert [os.environ[name] for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")] == [
+        threads,
+        "passive",
+    ]
+    number, nodes, _ = rank.split()
+    whole = (int(number), 2, 1 if processes == "gpu" else 3, ("h", 5), float(limit or 300))
+    assert met == [whole] * (nodes == "2")

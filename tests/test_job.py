@@ -200,13 +200,17 @@ def test_nothing_outlives_a_job(start, tmp_path, way, job):
 
 
 def test_a_second_interrupt_ends_a_job_at_once(start, tmp_path):
+    """A second SIGTERM, as of a scheduler, does not."""
     (tmp_path / "mode").write_text("stubborn")
     with start("a", grace=600.0) as run:
         run.until("rank 0 of 1")
-        for said in ("asking all nodes to stop", "ending all nodes at once"):
+        asking, at_once = "asking all nodes to stop", "ending all nodes at once"
+        says = [(signal.SIGTERM, asking), (signal.SIGTERM, asking), (signal.SIGINT, at_once)]
+        for number, (signum, words) in enumerate(says):
             run.meet_family()
-            run.send(signal.SIGINT)
-            assert eventually(lambda said=said: said in run.said())
+            run.send(signum)
+            assert eventually(lambda number=number: len(run.said().splitlines()) > number)
+            assert words in run.said().splitlines()[number]
         assert ended(run)[0] == LOST_PEER
 
 
@@ -308,8 +312,13 @@ def test_a_node_whose_guard_is_silent_is_lost(start, tmp_path, elastic):
 
 def test_values_of_variables_are_not_shown(start, tmp_path):
     (tmp_path / "a").write_text("0")
+    own = tmp_path / ".venv/bin/python"
+    own.unlink()
+    own.write_text(f'#!/bin/sh\necho its own Python; exec {sys.executable} "$@"')
+    own.chmod(0o755)
     with start("a", env=[("TOKEN", "a-secret")]) as run:
         line = run.until(r"^\[a\] \+ cd ")
+        run.until(r"^\[a\] its own Python")
         code, said = ended(run)
     assert code == 0
     assert "TOKEN=*** python script.py" in line
