@@ -316,8 +316,8 @@ def test_a_core_that_waits_for_a_disk_is_idle(monkeypatch):
     assert cpu_ticks() == (26, 257)
 
 
-def test_masters_count_as_memory_of_the_optimiser():
-    """And frozen layers have no gradients."""
+def test_masters_count_as_memory_of_the_optimiser(monkeypatch):
+    """And frozen layers have no gradients. On a GPU the rest of the peak is of activations."""
     _, model, optimizer = prepare("O2")
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     sizes = tensor_bytes(model, optimizer, CPU)
@@ -327,6 +327,17 @@ def test_masters_count_as_memory_of_the_optimiser():
     )
     assert sizes["optimizer"] == moments + masters
     assert sizes["gradients"] == sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 10_000_000)
+    on_gpu = tensor_bytes(model, optimizer, GPU)
+    assert on_gpu == sizes | {"activations": 10_000_000 - sum(sizes.values())}
+
+
+def test_cores_that_wait_for_a_disk_are_idle(monkeypatch):
+    """Those that this process may use; after the eight counts are those of guests."""
+    text = "cpu 9 9 9 9 9\ncpu0 1 2 3 40 50 6 7 8 1 0\ncpu1 0 0 0 5 0 0 0 0 0 0\ncpu2 9 9 9 9 9\n"
+    monkeypatch.setattr(Path, "read_text", lambda _: text)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    assert cpu_ticks() == (95, 122)
 
 
 def test_the_status_of_a_process_is_its_own_compute(tmp_path):
