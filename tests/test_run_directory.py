@@ -104,7 +104,7 @@ def test_a_name_that_is_taken(tmp_path, parse, monkeypatch, words, end):
 
 def test_an_evaluation_of_a_run_takes_its_best_model(tmp_path):
     """Which need not be the last one; a run without one has its snapshot evaluated."""
-    args = Namespace(resume="auto", output_dir=tmp_path, name="run", evaluate=True)
+    args = Namespace(resume="auto", output_dir=tmp_path, name="run", evaluate=True, store=None)
     (tmp_path / "run").mkdir()
     (tmp_path / "run/snapshot.pt").touch()
     assert checkpoint_file(args) == tmp_path / "run/snapshot.pt"
@@ -113,7 +113,12 @@ def test_an_evaluation_of_a_run_takes_its_best_model(tmp_path):
     args.evaluate = False
     assert checkpoint_file(args) == tmp_path / "run/snapshot.pt"
     args.evaluate, args.name = True, "other"
-    with pytest.raises(UserError, match=r"other has no best\.pt and no snapshot\.pt to evaluate"):
+    with pytest.raises(
+        UserError, match=r"other has no best\.pt and no snapshot\.pt to evaluate: c"
+    ):
+        checkpoint_file(args)
+    args.name, args.store = "my run", "s3://bucket/runs/"  # the copy is not fetched to evaluate it
+    with pytest.raises(UserError, match=r"use --resume 's3://bucket/runs/my run/best\.pt'$"):
         checkpoint_file(args)
 
 

@@ -118,7 +118,11 @@ def checkpoint_file(args: Options) -> Path | None:
     best = folder / BEST
     file = best if best.is_file() else latest(folder)
     if file is None:
-        raise UserError(f"{folder} has no {BEST} and no {SNAPSHOT} to evaluate: check --name")
+        remedy = "check --name"
+        if args.store:
+            copy = f"{args.store.rstrip('/')}/{args.name}/{BEST}"
+            remedy = f"for the copy in the store, use --resume {shlex.quote(copy)}"
+        raise UserError(f"{folder} has no {BEST} and no {SNAPSHOT} to evaluate: {remedy}")
     return file
 
 
