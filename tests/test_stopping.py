@@ -60,13 +60,18 @@ def reasons(rank: int, size: int) -> list[Any]:
     found = [stop.poll(), stop.end_training(), stop.poll()]
     stop.ask(Reason.BAD_FILES)
     stop.ask(Reason.INTERRUPTED)
-    return [*found, stop.poll(), stop.end_training()]
+    found += [stop.poll(), stop.end_training()]
+    stop = StopRequest(World(torch.device("cpu")), hours=None, elapsed=0.0)
+    stop.ask(Reason.EPOCHS)
+    stop.ask(Reason.INTERRUPTED)  # a signal after the last step
+    return [*found, stop.end_training(), stop.poll()]
 
 
 def test_after_the_time_limit_images_are_evaluated_unless_something_else_comes():
     """Of two reasons at once the worse one counts."""
     over, worse = Reason.TRAIN_TIME, Reason.BAD_FILES
-    assert in_processes(1, reasons) == [[over, over, None, worse, worse]]
+    late = [Reason.EPOCHS, Reason.INTERRUPTED]
+    assert in_processes(1, reasons) == [[over, over, None, worse, worse, *late]]
 
 
 # ---- the end of a run
