@@ -332,14 +332,6 @@ def test_masters_count_as_memory_of_the_optimiser(monkeypatch):
     assert on_gpu == sizes | {"activations": 10_000_000 - sum(sizes.values())}
 
 
-def test_cores_that_wait_for_a_disk_are_idle(monkeypatch):
-    """Those that this process may use; after the eight counts are those of guests."""
-    text = "cpu 9 9 9 9 9\ncpu0 1 2 3 40 50 6 7 8 1 0\ncpu1 0 0 0 5 0 0 0 0 0 0\ncpu2 9 9 9 9 9\n"
-    monkeypatch.setattr(Path, "read_text", lambda _: text)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
-    assert cpu_ticks() == (95, 122)
-
-
 def test_the_status_of_a_process_is_its_own_compute(tmp_path):
     """Not the wait for others, by which all would look equally slow."""
     state, args = SimpleNamespace(epoch=0, step=3), SimpleNamespace(arch="x", epochs=2)
