@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 import torchrun
 from conftest import ROOT, SMALL, summary
-from elastic_agent import ENDED, NODES
+from elastic_agent import ENDED, NODES, first_code
 from joined import command
 from running import TORCHRUN, Running, alone, descendants, eventually, free_port, start
 
@@ -177,6 +177,16 @@ def agent(store, tmp_path):
         return Running("scripts/torchrun.py", *options, *script, **off)
 
     return agent
+
+
+@pytest.mark.parametrize(
+    ("failures", "code"),  # (time, exit code) of each
+    [([(10, 69), (12, 1)], 69), ([(12, 1), (10, -9)], -9), ([(10, 69), (11, 2)], 2)],
+)
+def test_the_first_failure_of_a_node_counts(failures, code):
+    """torchrun then stops the other processes, which have codes of their own."""
+    listed = [SimpleNamespace(timestamp=when, exitcode=own) for when, own in failures]
+    assert first_code(listed) == code
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ nvidia-smi, pip and torch are stand-ins."""
 
 import importlib
 import json
+import re
 import shlex
 import sys
 
@@ -341,14 +342,22 @@ def test_packages_that_are_missing_or_too_old_are_named(tmp_path):
 
 
 def test_quickstart_keeps_the_global_batch_and_repeats_nothing(set_up):
-    text = '#!/bin/bash\ncase "$*" in *imagenet_*|*compare_runs*) echo "$*" ;; *build_region*) ;;\n'
+    text = '#!/bin/bash\ncase "$*" in *imagenet_*|*compare_runs*) echo "$*" on $OMP_NUM_THREADS ;; '
+    text += "*build_region*) ;;\n"
     text += f'*device_count*) echo 0 ;; *) exec {sys.executable} "$@" ;; esac'
     program(set_up.bin / "python", text)
     (set_up.root / "images").mkdir()
     line = f"cd {set_up.root}; bash scripts/quickstart.sh images"
-    env = {"PYTHON": str(set_up.bin / "python"), "CUDA_VISIBLE_DEVICES": ""}
+    env = {"PYTHON": str(set_up.bin / "python"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "7"}
+    program(set_up.bin / "python", text.replace("echo 0", "echo 1"))  # GPU
+    (done,) = shell(line, **env)
+    assert re.search(
+        r"\nimagenet_ddp.py -g 1 -b 64 --name quickstart_images_1-ddp .* on 7\n", done.out
+    )
+    program(set_up.bin / "python", text)
     (done,) = shell(line, **env)
     assert done.code == 0, done.err
+    assert done.out.count(f"{set_up.root}/images on 1\n") == 2
     for words in ("nd.py -b 64 --name quickstart_images_1", "ddp.py -g 2 -b 32 --name quickstart_"):
         assert f"\nimagenet_{words}" in done.out
     both = "runs/quickstart_images_1 runs/quickstart_images_2-ddp"

@@ -68,6 +68,12 @@ def test_a_wrong_argument_is_named_and_writes_nothing(command, named, tmp_path):
     assert sorted(tmp_path.rglob("*")) == [here.parent, here]
 
 
+def test_the_command_for_several_nodes_has_all_that_was_given(tmp_path):
+    env = {"DATA": "a b", "ARCH": "x", "SCRIPT": "imagenet_fsdp.py", "NPROC": "3"}
+    done = run_wrapper("one_node_train.sh 3.0 0 4 run 32", tmp_path, **env)
+    done.fails_with("MASTER_ADDR=IP DATA=a\\ b ARCH=x SCRIPT=imagenet_fsdp.py NPROC=3 bash ")
+
+
 HERE, PORT = "127.0.0.1", str(20000 + os.getpid() % 10000)  # none that the kernel gives to others
 SIMULATED = f"""#!/bin/bash
 case "$*" in # in place of training, print the command
@@ -149,7 +155,7 @@ def test_arguments_reach_the_training(tmp_path):
     """On one node, without the variables of a job on several, and on several, each with its log. Of
     a repeated option the last counts; a recipe decides about the end."""
     text = SIMULATED.replace("*imagenet_*)", "*imagenet_*|*preflight\\ [0-9]*)")
-    text = text.replace("\n*)", "\n*choose_torch.py\\ check*) echo 1 16 7 ;;\n*)")  # seven cores
+    text = text.replace("\n*)", "\n*choose_torch.py\\ check*) echo 1 2 7 ;;\n*)")  # seven cores
     (tmp_path / "python").write_text(text)
     (tmp_path / "python").chmod(0o755)
     env = {"PYTHON": f"{tmp_path}/python", "NPROC": "2", "MASTER_ADDR": HERE, "WORLD_SIZE": "2"}
