@@ -322,6 +322,7 @@ def test_an_exported_model_loads_elsewhere(tmp_path):
     images = torch.rand(2, 3, 64, 64)
     torch.save(images, out / "images.pt")
     (code,) = re.findall(r"```python\n(.*?)```", (out / "README.md").read_text(), re.DOTALL)
+    code += "assert preprocess.transforms[0].size == 93 and config['label_names'][2] == 'ä'\n"
     timm = 'import timm\nmodel = timm.create_model("local-dir:.", pretrained=True).eval()\n'
     timm += "config = timm.data.resolve_model_data_config(model)\n"
     timm += "steps = timm.data.create_transform(**config, is_training=False).transforms\n"

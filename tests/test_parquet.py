@@ -140,6 +140,10 @@ def test_other_files_and_a_missing_package(tmp_path, monkeypatch):
     place = data.index(b"PAR1") + 4  # the first page, which a worker reads
     damaged.write_bytes(data[:place] + b"\xff" * 60 + data[place + 60 :])
     assert f"cannot read {damaged}" in fail("parquet", damaged.parent, tmp_path / "out1")
+    rows = [(b"x", "1.jpg", 0), (b"x", "2.jpg", 0), (None, "3.jpg", 0)]
+    write(tmp_path / "remote/train.parquet", rows, ["a"])
+    message = fail("parquet", tmp_path / "remote", tmp_path / "out2")
+    assert f"{tmp_path}/remote/train.parquet has no bytes of image 2" in message
     (tmp_path / "in").mkdir()
     parquet.write_table(pyarrow.table({"text": ["a"]}), tmp_path / "in/train.parquet")
     line = fail("parquet", tmp_path / "in", tmp_path / "out")

@@ -145,7 +145,7 @@ def test_ones_own_images_are_divided_and_put_back(tmp_path, layout):
     command = shlex.split(re.search("`(.*)`", str(error.value))[1])
     assert command[-4:] == ["split", str(data), "--val", "0.2"]
     said = succeed(*command[2:], "--test", 0.1)
-    assert "train 28 images, val 8 images, test 4 images" in said and "left out" not in said
+    assert "train 28 images, val 8 images, test 4 images" in said and "left " not in said
     places = Counter(name.rsplit("/", 1)[0][-1:] for name in images(data) if name[0] == "v")
     assert places == {"a": 4, "b": 4}, "a part has its share of each class"
     assert {path.name for path in data.iterdir() if path.is_dir()} == {"train", "val", "test"}
