@@ -233,6 +233,11 @@ def test_loaders_of_a_folder(folder, tmp_path, capsys):
     assert f"note: {tmp_path}/test has no class folders" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"test has no class folders.* move its images into test/C"):
         build(tmp_path, *evaluate, "--part", "test")
+    build(tmp_path, *evaluate)
+    assert "note: " not in capsys.readouterr().out, "an evaluation of val/ does not use it"
+    shutil.rmtree(tmp_path / "test")
+    shutil.make_archive(str(tmp_path / "test"), "tar", folder / "val")
+    assert len(build(tmp_path).test.sampler) == 6
 
 
 def test_synthetic_images_are_divided_equally_among_1000_classes():
