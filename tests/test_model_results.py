@@ -170,6 +170,7 @@ def test_which_of_two_models_is_the_better_one():
     assert (changes["gained"], changes["lost"], changes["both"], changes["neither"]) == (2, 1, 3, 0)
     by_name = {row["name"]: row["change"] for row in changes["classes"]}
     assert by_name == pytest.approx({"a": 200 / 3, "b": -100 / 3})
+    assert [*by_name] == ["b", "a"], "what is lost comes first"
 
 
 def test_classes_and_mistakes_in_the_order_of_their_weight():
@@ -183,6 +184,9 @@ def test_classes_and_mistakes_in_the_order_of_their_weight():
     ]  # fmt: skip
     assert [(row["taken_for"], row["times"]) for row in rows] == [("b", 2), ("a", 1), ("", 0)]
     assert figures.frequent_confusions(result)[0] == ("a", "b", 2)
+    many = [f"{i}" for i in range(60)]
+    others = predicted(many, many, range(60), [(i + 1) % 60 for i in range(60)])
+    assert len(figures.frequent_confusions(others)) == 50
     names, cells = figures.confusion_matrix(result)
     assert names == ["a", "b", "c", "d"]
     assert {(0, 0, 1, 0.25), (0, 1, 2, 0.5), (1, 0, 1, 0.5), (2, 2, 2, 1.0)} <= {*cells}
@@ -310,12 +314,14 @@ def test_an_exported_model_loads_elsewhere(tmp_path):
     sizes |= {"mean": (0.4, 0.5, 0.6), "std": (0.2, 0.2, 0.3), "interpolation": "bicubic"}
     best = {"state_dict": model.state_dict(), "arch": "resnet18", "classes": names}
     (tmp_path / "run").mkdir()
-    torch.save(best | {"preprocessing": sizes, "model_args": {}}, tmp_path / "run/best.pt")
+    best |= {"epoch": 3, "top1": 61.5, "preprocessing": sizes, "model_args": {}}
+    torch.save(best, tmp_path / "run/best.pt")
     out = tmp_path / "out"
     done = results(tmp_path / "run", "--export", out)
     assert done.code == 0, done.err
     config = json.loads((out / "config.json").read_text())
     assert config["label_names"] == names
+    assert config["trained"] == {"epoch": 3, "top1": 61.5, "top5": None, "loss": None}
     weights = config["pretrained_cfg"]
     assert (weights["mean"], weights["std"]) == ([0.4, 0.5, 0.6], [0.2, 0.2, 0.3])
     assert (weights["input_size"], int(64 / weights["crop_pct"])) == ([3, 64, 64], 93)

@@ -65,6 +65,14 @@ def test_training_reads_the_images_of_the_folder_in_its_order(odd, shards):
     assert all(index.read(i) == folder.read(i) for i in range(len(folder)))
 
 
+def test_small_images_make_no_larger_shards(tmp_path):
+    """Headers, labels and padding take more room than they do."""
+    put(tmp_path / "data/train", {f"a/{i}.jpg": b"x" for i in range(600)})
+    succeed("shards", tmp_path / "data", tmp_path / "out", "--size", 1)
+    sizes = [path.stat().st_size for path in (tmp_path / "out").rglob("*.tar")]
+    assert len(sizes) == 2 and max(sizes) < 1.02e6
+
+
 def test_shards_are_copied_with_a_class_that_has_no_images(shards, tmp_path):
     succeed("shards", shards, tmp_path / "out", "--size", 1)
     assert folder_of(tmp_path / "out") == folder_of(shards)

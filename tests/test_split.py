@@ -7,6 +7,7 @@ import shlex
 import signal
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from conftest import shell
@@ -22,6 +23,13 @@ from utils.start.errors import UserError
 def data(tmp_path):
     names = [f"train/{c}/{i:03d}.jpg" for c in ("a", "b/sub") for i in range(30)]
     return put(tmp_path / "data", {name: name.encode() for name in [*names, "val/a/x.jpg"]})
+
+
+@pytest.mark.parametrize("data", [".", "sub/.."])
+def test_a_copy_of_the_current_folder_is_beside_it(tmp_path, monkeypatch, data):
+    (tmp_path / "photos/sub").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "photos")
+    assert layouts.beside(Path(data), "shards") == tmp_path / "photos_shards"
 
 
 def test_classes_and_tables_are_told_from_parts_and_other_tables(tmp_path):
