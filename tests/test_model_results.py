@@ -213,12 +213,14 @@ def test_the_part_that_chose_the_model_is_noted_once(
 
 
 def test_bad_input_is_an_error(place, tmp_path, monkeypatch):
-    """But --images does without DATA."""
-    shutil.copy(place / "run/best.pt", tmp_path)
+    """But --images does without DATA, and says what WordNet's ids mean."""
+    words = {"n01440764": "tench", "n01443537": "goldfish", "n02012849": "crane"}
+    torch.save(torch.load(place / "run/best.pt") | {"classes": [*words]}, tmp_path / "best.pt")
+    (tmp_path / "Labels.json").write_text(json.dumps(words))
     (tmp_path / "options.json").write_text('{"data": "/nowhere"}')
     image = next(place.glob("data/val/class_1/*"))
     done = results(tmp_path / "best.pt", "--images", image, "--out", tmp_path / "page")
-    assert f"{image}: " in done.out
+    assert re.search(rf"{image}: n0\d+ (tench|goldfish|crane) \d+\.\d %, n0", done.out)
     assert (tmp_path / "page/results_images.html").is_file()
     (tmp_path / "options.json").unlink()  # best.pt alone was copied to another machine
     words = ["model_results.py", str(tmp_path / "best.pt"), "--images", str(image)]
