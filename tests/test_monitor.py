@@ -167,6 +167,7 @@ LINK = slowdown.Exchange(mb=548.0, seconds=0.72)
 BEHIND = "and all ranks wait for it"
 REASONS = [
     ([rank(), rank()], LINK, []),
+    ([rank(), rank(), rank(own=0.36, compute=0.36)], LINK, []),  # not yet a straggler
     (
         [rank(), rank(), rank(), rank(data=0.21)], LINK,
         ["rank 3 waits for its images for 0.21 of the 0.33 s", "median rank 0.02 s"]
