@@ -85,7 +85,14 @@ def test_ratios_are_medians_over_the_rounds_to_the_first_case(monkeypatch, cuda,
             "nd": [(37, 80), (30, 160), (60, 100)],
         }.items()
     }
-    head, *rows = cells(bench_step.page(results, options()))
+    results["nd"][1]["host_waits"] = [
+        f"/root/utils/{place}" for place in ("loop.py:7", "epoch.py:5")
+    ]
+    page = bench_step.page(results, options())
+    assert page.endswith(
+        " In a step of nd the host waits for the GPU: utils/epoch.py:5, utils/loop.py:7."
+    )
+    head, *rows = cells(page)
     rows = [dict(zip(head, row, strict=True)) for row in rows]
     assert [row["ratio"] for row in rows] == ["1.00", ratio]
     assert (rows[1]["CPU ms per image"], rows[1]["host ms"]) == ("100.0", "-")
@@ -259,6 +266,12 @@ def test_methods_are_compared_with_one_node_and_with_the_first_method(
         ["2", "int8", "13.0", "100", "10", "100%", "2.00"],
     ]
     assert "2 nodes: use --comm int8, 100 ms per step; fp32: 200 ms, so int8 saves 50%" in out
+
+
+def test_a_more_exact_method_is_worth_a_little_time():
+    times = {"fp16": [{"ms_per_step": 100}], "fp32": [{"ms_per_step": 104}]}
+    said = bench_network.recommend(times)
+    assert said == "use --comm fp32, 104 ms per step; fp16: 100 ms"
 
 
 @pytest.mark.long
