@@ -434,8 +434,9 @@ def test_labels_and_order(tmp_path):
         write(tmp_path / name, epochs_of(100, 64))
     given = tmp_path / "runs", tmp_path / "older", tmp_path / "older/../runs"
     labels = ["16 GPUs", "runs/run9", "run10", "older/run9"]
-    runs = table(*given)[2].runs
-    assert [run.label for run in runs] == labels
+    _, notes, comparison = table(*given)
+    runs = comparison.runs
+    assert [run.label for run in runs] == labels and notes == [], "of one known number of GPUs"
     assert {run.base for run in runs} == {runs[0]}, "not one whose GPUs are unknown"
     labels = ['a, "b"', "b", "c" * 30, "d"]
     comparison = table(*given, "--labels", *labels)[2]
