@@ -98,7 +98,7 @@ def compare(args: argparse.Namespace) -> Comparison:
     runs.name_runs(with_epochs)
     for run, label in zip(with_epochs, args.labels or (), strict=False):
         run.label = label
-    if len({run.label for run in with_epochs} - {""}) < len(with_epochs):
+    if len({run.label.strip() for run in with_epochs} - {""}) < len(with_epochs):
         raise UserError("each run needs a label of its own: change --labels")
     comparison = Comparison(with_epochs, args.within, args.target_top1, args.price)
     comparison.notes += left_out

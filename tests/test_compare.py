@@ -460,9 +460,11 @@ def test_bad_input_is_an_error(tmp_path, monkeypatch):
         "notes.txt": "notes.txt has no TensorBoard event file",
         "good --labels a b": "2 labels for 1 runs (good); give one per run",
         "good --labels ''": "each run needs a label of its own",
+        "good --labels ' '": "each run needs a label of its own",
         "good --out notes.txt": "notes.txt",
         "x_gpux2_b4_cpu1_ddp --results binary": "binary is not a text file",
         "--results good x_gpux2_b4_cpu1_ddp": "good is not a text file",
+        "x_gpux2_b4_cpu1_ddp --results no/R.md": "there is no folder no for R.md",
     }.items():
         with pytest.raises((UserError, OSError), match=re.escape(message)):
             compare_runs.main(shlex.split(arguments))

@@ -53,8 +53,11 @@ def put(file: Path, tool: str, title: str, section: str) -> None:
     """Write a ``section`` of Markdown into ``file``, and keep the rest of the file.
 
     Two comments that name ``tool`` and ``title`` enclose the section. A new section goes to the
-    end. Raises: `UserError` if the file does not have exactly one pair of these comments.
+    end. Raises: `UserError` if the file does not have exactly one pair of these comments, or has no
+    folder.
     """
+    if not file.parent.is_dir():
+        raise UserError(f"there is no folder {file.parent} for {file.name}: make it first")
     key = re.sub(r"[^\w.]+", "-", title.lower()).strip("-") or "comparison"
     begin, end = f"<!-- {tool} begin {key} -->", f"<!-- {tool} end {key} -->"
     try:
