@@ -17,6 +17,7 @@ from results import class_sizes
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from utils import grid
+from utils.data import wordnet
 from utils.data.preprocessing import MEAN, STD
 from utils.start.errors import UserError
 
@@ -176,6 +177,13 @@ def test_after_the_last_step_comes_the_next_epoch(
     monkeypatch.setattr(sys, "argv", ["show_images.py", *map(str, words)])
     assert show_images.main() == 0
     assert f"10 of the 10 images of {begins}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("number", "first"), [(999, None), (1000, "tench"), (1001, None)])
+def test_only_as_many_classes_as_imagenets_have_its_words(tmp_path, number, first):
+    """ImageNet-21k has WordNet ids, too."""
+    ids = [f"n{i:08}" for i in range(number)]
+    assert wordnet.words(ids, tmp_path / "data")[0] == (first or ids[0])
 
 
 def test_captions_name_the_classes_and_the_shares_of_mixed_images():
