@@ -165,6 +165,15 @@ def test_gpus_that_torch_cannot_use_are_an_error(
     check_gpus()
 
 
+def test_gpus_are_not_renumbered_where_some_are_hidden_already(bin_folder, tmp_path, monkeypatch):
+    """CUDA_VISIBLE_DEVICES=0 would be another GPU than the first of these."""
+    simulate(bin_folder, "580", T4, P100)
+    simulated_torch(monkeypatch, T4, P100)
+    assert "CUDA_VISIBLE_DEVICES=0 uses the others" in explain(nvidia.look(tmp_path / "none"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    assert "uses the others" not in explain(nvidia.look(tmp_path / "none"))
+
+
 @pytest.mark.parametrize(
     ("said", "visible", "words"),
     [
