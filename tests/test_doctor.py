@@ -199,6 +199,19 @@ def test_the_speeds_of_a_node_are_those_of_all_its_cores(monkeypatch, folder):
             assert measure(source) == speed
 
 
+@pytest.mark.parametrize(
+    ("chosen", "wrong"), [("eth7", 1), ("eth", 0), ("=eth0", 0), ("lo,eth0", 0), ("^docker0,lo", 0)]
+)
+def test_an_interface_that_does_not_lead_to_node_0(monkeypatch, chosen, wrong):
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", chosen)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(one_node.preflight, "interface_towards", lambda _: "eth0")
+    args = argparse.Namespace(master="x", rank=1, output_dir="runs")
+    found = [x.text for x in one_node.check_machine(args, []) if "IFNAME" in x.text]
+    words = f": NCCL_SOCKET_IFNAME chooses {chosen}, but eth0 leads to node 0"
+    assert found == [words] * wrong
+
+
 def test_a_node_feeds_all_its_gpus(monkeypatch, folder):
     args = argparse.Namespace(rank=0, nodes=1, master="127.0.0.1", port=free_port(), need=100.0)
     vars(args).update(data=str(folder), arch="resnet50", image_size=32, output_dir="runs")

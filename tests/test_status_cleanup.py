@@ -260,6 +260,8 @@ def test_on_hosts_of_a_file_and_asked_on_a_terminal(nodes, tmp_path):
     ):
         here.until("up")
         there.until("up")
+        done = clean(nodes[0], f"{hosts} --name other --grace 0.5", code=2)
+        assert "[node1] nothing of other is running\n" in done
         done = clean(nodes[0], f"{hosts} --grace 0.5", code=2)
         assert "[node1] ending " in done
         assert "[node1] killing " in done
