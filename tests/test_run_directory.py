@@ -21,8 +21,10 @@ from test_checkpoint import trained
 from torchvision.models import get_model
 
 from utils import epoch, loop, report
+from utils.run import run_directory
 from utils.run.run_directory import Run, RunFolder, checkpoint_file, choose
 from utils.run.stopping import Reason
+from utils.start import errors
 from utils.start.errors import INTERRUPTED, UserError
 from utils.start.option_types import Options
 from utils.start.world import World
@@ -100,6 +102,21 @@ def test_a_name_that_is_taken(tmp_path, parse, monkeypatch, words, end):
         return
     with pytest.raises(UserError, match=re.escape(f"{tmp_path}/{end}")):
         choose(options, world, "nd")
+
+
+@pytest.mark.parametrize("restarts", [0, 3])
+def test_a_job_that_is_started_again_waits_for_the_end_of_its_last_attempt(
+    tmp_path, parse, monkeypatch, restarts
+):
+    """By the patience of its lock."""
+    lock = mock.Mock(return_value=mock.Mock(note=""))
+    monkeypatch.setattr(run_directory, "Lock", lock)
+    monkeypatch.setattr(run_directory, "Console", mock.Mock())
+    monkeypatch.setattr(errors, "how_to_continue", "")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", str(restarts))
+    line = ("--output-dir", tmp_path, "--name", "x", "--resume", "auto", tmp_path)
+    Run(Options(**parse("imagenet_nd", *line)), World(torch.device("cpu")), "nd")
+    lock.assert_called_once_with(tmp_path / "x", restarts > 0)
 
 
 def test_an_evaluation_of_a_run_takes_its_best_model(tmp_path):
