@@ -80,6 +80,7 @@ def test_the_picture_shows_what_train_step_gets(mode, folder, tmp_path):
 
     events = EventAccumulator(str(tmp_path / "run"), size_guidance={"images": 0}).Reload()
     *_, image = events.Images("Images/train")
+    assert image.step == {"nd": 1, "ddp": 801}[mode], "after four of five steps"
     drawn = Image.open(io.BytesIO(image.encoded_image_string))
     assert np.array_equal(np.asarray(drawn), np.asarray(Image.open(file)))
 
