@@ -207,8 +207,12 @@ def test_parts_elsewhere_are_neither_classes_nor_made_again(tmp_path, names, wor
     assert tree(data) == before
     if command := re.search("`(.*)`", str(error.value)):
         assert shell(command[1])[0].code == 0
-    if names != "up":
-        check_parts(data if command else data / "up", ("train", "val", "test"))
+    if names == "up":
+        return
+    whole = data if command else data / "up"
+    check_parts(whole, ("train", "val", "test"))
+    put(whole, {"valid/a/2.jpg": b"1"})
+    assert layouts.split_advice(whole) is None, "it would be moved into val/"
 
 
 def test_a_class_that_comes_later_is_divided_too(tmp_path):
