@@ -35,7 +35,7 @@ launch.prepare()  # before torch is imported, which takes seconds
 
 from bench import photographs
 
-from utils.start.option_types import DocstringFormatter, count, list_of, number, positive
+from utils.start.option_types import DocstringFormatter, count, list_of, number, place, positive
 
 BATCH = 64
 
@@ -54,7 +54,7 @@ def parse() -> argparse.Namespace:
     add("--images", type=positive, default=1500, metavar="N", help=text)
     text = "folder of photographs to cut the images from; default: those of the Debian packages "
     text += ", ".join(photographs.PACKAGES)
-    add("--photographs", type=Path, metavar="DIR", help=text)
+    add("--photographs", type=place, metavar="DIR", help=text)
     cache, text = ROOT / "data/bench", "folder for these images and copies (%(default)s)"
     add("--cache", type=lambda x: Path(x).resolve(), default=cache, metavar="DIR", help=text)
     return parser.parse_args()

@@ -47,7 +47,7 @@ from utils.start import launch, signals
 launch.prepare()  # before torch is imported, which takes seconds
 
 from utils.start.cores import usable_cores
-from utils.start.option_types import DocstringFormatter, count, positive
+from utils.start.option_types import DocstringFormatter, count, place, positive
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -65,7 +65,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     text = "time limit of a run; a case that takes longer is left out (%(default)s)"
     add("--limit", type=positive, default=1800, metavar="SECONDS", help=text)
     add = parser.add_argument_group("from image files").add_argument
-    add("--data", type=Path, metavar="DATA", help="folder with train/ and val/")
+    add("--data", type=place, metavar="DATA", help="folder with train/ and val/")
     text = "data loading workers (%(default)s)"
     add("-j", "--workers", type=count, default=2, metavar="N", help=text)
     text = "images of the shorter run, at least one of each class (%(default)s)"

@@ -30,7 +30,7 @@ from compare import page, palette, pictures, runs, table
 from compare.comparison import MANY, Comparison, origin
 
 from utils.start.errors import UserError, exit_with
-from utils.start.option_types import DocstringFormatter, accuracy, number, positive
+from utils.start.option_types import DocstringFormatter, accuracy, number, place, positive
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -51,14 +51,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     text = "price of a node per hour, in any currency (g4dn.xlarge: 0.526 $): adds the cost of runs"
     add("--price", type=above_0, metavar="P", help=text)
     text = "folder for table, pictures and page (default: compare, beside the first RUN)"
-    add("--out", type=Path, metavar="DIR", help=text)
+    add("--out", type=place, metavar="DIR", help=text)
     text = "formats of the pictures beside PNG, such as svg,pdf"
     add("--formats", type=_formats, default=[], metavar="LIST", help=text)
     add("--prefix", default="", metavar="NAME_", help="prefix of the file names")
     add("--title", help="title of the page and of the section in RESULTS.md")
     text = "also write the comparison's section into this file (default: %(const)s)"
     results_file = Path("RESULTS.md")
-    add("--results", nargs="?", type=Path, const=results_file, metavar="FILE", help=text)
+    add("--results", nargs="?", type=place, const=results_file, metavar="FILE", help=text)
     return parser.parse_args(argv)
 
 

@@ -19,14 +19,16 @@ from utils.start import launch, signals
 
 launch.prepare()  # before torch is imported, which takes seconds
 
-from utils.start.option_types import number
+from utils.start.option_types import number, place
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     above_0 = number(float, 0, exclusive=True)
     parser.add_argument("--minutes", type=above_0, default=15.0, help="time limit (%(default)g)")
-    parser.add_argument("--out", type=Path, default=Path("gpu_report"), help="folder (%(default)s)")
+    parser.add_argument(
+        "--out", type=place, default=Path("gpu_report"), help="folder (%(default)s)"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     return parser.parse_args()
 

@@ -31,7 +31,7 @@ launch.prepare()  # before torch is imported, which takes seconds
 
 from utils.data.options import CORES
 from utils.model.options import add_amp
-from utils.start.option_types import Formatter, Options, Parser, count, positive
+from utils.start.option_types import Formatter, Options, Parser, count, place, positive
 
 
 def parser() -> ArgumentParser:
@@ -43,14 +43,14 @@ def parser() -> ArgumentParser:
     add("places", nargs="+", type=Path, metavar="RUN [RUN] [DATA]", help=text)
     add("--part", choices=("val", "test"), default="val", help="evaluate on DATA/val or DATA/test")
     text = "print the five most likely classes of these image files, and show them on the page"
-    add("--images", nargs="+", type=Path, default=[], metavar="FILE", help=text)
+    add("--images", nargs="+", type=place, default=[], metavar="FILE", help=text)
     text = "also score by the ReaL labels of ImageNet's validation images (Beyer et al. 2020)"
-    add("--real", type=Path, metavar="FILE", help=text)
+    add("--real", type=place, metavar="FILE", help=text)
     text = "if DATA has only some of the classes: choose among all classes of the model"
     add("--all-classes", action="store_true", help=text)
-    add("--out", type=Path, metavar="DIR", help="folder for the files; default: the run's")
+    add("--out", type=place, metavar="DIR", help="folder for the files; default: the run's")
     text = "write model.safetensors, config.json (as timm's) and README.md into DIR; no evaluation"
-    add("--export", type=Path, metavar="DIR", help=text)
+    add("--export", type=place, metavar="DIR", help=text)
     add("--onnx", action="store_true", help="with --export: also model.onnx")
     add("-b", "--batch-size", type=positive, default=64, metavar="N", help="images per process")
     text = "data loading workers of this node"

@@ -47,7 +47,7 @@ from studies.runs import STEP, StudyRun
 from utils import options
 from utils.start import addresses, errors, orphans, signals
 from utils.start.errors import BAD_INPUT, INTERRUPTED, UserError
-from utils.start.option_types import count, list_of, number, positive
+from utils.start.option_types import count, list_of, number, place, positive
 
 SCRIPT = re.compile(r"(.*/)?imagenet_\w+\.py")
 # The last line that a script prints with --find-batch.
@@ -86,7 +86,9 @@ def parse(words: list[str]) -> tuple[Study, list[str]]:
     add("-b", "--batch-size", type=batch_size, metavar="N|largest", help=text)
     text = "how --lr, meant for the fewest nodes, grows with the global batch"
     add("--lr-scaling", choices=("none", "sqrt", "linear"), default="sqrt", help=text)
-    add("--logbook", type=Path, default=Path("logbook"), metavar="DIR", help="pages of all studies")
+    add(
+        "--logbook", type=place, default=Path("logbook"), metavar="DIR", help="pages of all studies"
+    )
     text = "copy each run's best model and last snapshot to URL/NAME OF THE RUN/"
     add("--store", metavar="URL|DIR", help=text)
     add("--dry-run", action="store_true", help="only print each run's command")

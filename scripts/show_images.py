@@ -40,7 +40,7 @@ from utils.run.console import Console
 from utils.run.run_directory import checkpoint_file
 from utils.start.atomic import read_checkpoint
 from utils.start.errors import UserError, exit_with, printable
-from utils.start.option_types import Options, count, list_of, positive
+from utils.start.option_types import Options, count, list_of, place, positive
 from utils.start.world import World
 
 BOX = "#ff2020"
@@ -69,7 +69,7 @@ def parse(words: list[str]) -> PictureOptions:
     add("--original", action="store_true", help="beside each crop, its image with the crop's box")
     add("--val", action="store_true", help="the first images of DATA/val as evaluation sees them")
     add("--show", type=positive, metavar="N", help="images to draw; default: 32 tiles in all")
-    add("--out", type=Path, default=Path("images.png"), metavar="FILE", help="the picture")
+    add("--out", type=place, default=Path("images.png"), metavar="FILE", help="the picture")
     text = "draw the same images in several epochs, counted from 0, such as 0,1,2; before mixing"
     add("--in-epochs", type=list_of(count), metavar="LIST", help=text)
     # --epochs N is the length of the training; --epochs 0,1,2 is this command's list.

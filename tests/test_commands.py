@@ -6,6 +6,7 @@ import re
 import sys
 from pathlib import Path
 
+import compare_runs
 import pytest
 import torch
 from conftest import ROOT, TORCHVISION_MODEL, Result, shell, summary
@@ -59,6 +60,22 @@ def test_one_line(folder, tmp_path):
 @pytest.mark.parametrize(("text", "value"), [("0.75", 75), ("75", 75), ("1", 100)])
 def test_an_accuracy_is_a_share_or_per_cent(folder, parse, text, value):
     assert parse("imagenet_nd", "--desired-acc", text, folder)["target_top1"] == value
+
+
+def test_a_tilde_is_the_home_folder_where_a_shell_leaves_it(folder, parse, monkeypatch, tmp_path):
+    """After "=", and in a recipe or $IMAGENET_DIR: a folder named ~ was made."""
+    (tmp_path / "mine.txt").write_text("--output-dir ~/runs --store=~/copies")
+    (tmp_path / "data").symlink_to(folder)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("IMAGENET_DIR", "~/data")
+    words = ("--recipe=~/mine.txt", "--resume=~/a.pt", "--classes=~/few")
+    options = parse("imagenet_ddp", *words)
+    names = {"output_dir": "runs", "store": "copies", "resume": "a.pt", "classes": "few"}
+    assert {name: options[name] for name in names} == {
+        name: f"{tmp_path}/{file}" for name, file in names.items()
+    }
+    assert options["data"] == f"{tmp_path}/data"
+    assert compare_runs.parse(["run", "--out=~/pages"]).out == tmp_path / "pages"
 
 
 def test_synthetic_images_are_trained_and_evaluated_without_data(tmp_path):

@@ -15,10 +15,10 @@ def add_options(parser: types.Parser) -> None:
     """Add the options that `utils.data` reads."""
     add = parser.group("data").add_argument
     text = "folder with train/CLASS/*.JPEG and val/CLASS/*.JPEG; $IMAGENET_DIR if set, else /data"
-    default = os.environ.get("IMAGENET_DIR") or "/data"
-    add("data", nargs="?", default=default, metavar="DATA", help=text)
+    default = types.path(os.environ.get("IMAGENET_DIR") or "/data")
+    add("data", nargs="?", type=types.path, default=default, metavar="DATA", help=text)
     text = "train on some of the class folders: the first N, those listed in FILE, or A, B and C"
-    add("--classes", metavar="N|FILE|A,B,C", help=text)
+    add("--classes", type=types.path, metavar="N|FILE|A,B,C", help=text)
     text = "side of the crop in pixels; default: that of the checkpoint or the weights, else 224"
     add("--image-size", type=types.pixels, metavar="PX", help=text)
     text = "stop when more than N image files cannot be read"

@@ -25,12 +25,13 @@ def add_options(parser: types.Parser) -> None:
     add = parser.group("run").add_argument
     text = "name of the run directory; default: date, host, arch, sizes"
     add("--name", type=types.run_name, help=text)
-    add("--output-dir", default="runs", metavar="DIR", help="parent of run directories")
+    text = "parent of run directories"
+    add("--output-dir", type=types.path, default="runs", metavar="DIR", help=text)
     text = (
         "resume from this snapshot, a file or URL; auto: from the snapshot of --name, here or in "
         "--store, if there is one. If you omit the value, put the option after DATA"
     )
-    add("--resume", nargs="?", const="auto", metavar="FILE|URL|auto", help=text)
+    add("--resume", nargs="?", type=types.path, const="auto", metavar="FILE|URL|auto", help=text)
     text = "minutes between snapshots within an epoch; one is also taken after each epoch"
     add("--snapshot-minutes", type=types.non_negative, default=10.0, metavar="MIN", help=text)
     text = "stop after this many hours, with a snapshot"
@@ -45,7 +46,7 @@ def add_options(parser: types.Parser) -> None:
         "copy the best model and the last snapshot to URL/NAME/ in the background; s3://, gs://, "
         "az:// (with s3fs, gcsfs or adlfs installed) or a folder"
     )
-    add("--store", metavar="URL|DIR", help=text)
+    add("--store", type=types.path, metavar="URL|DIR", help=text)
     text = "also send curves, options and the first batch to Weights & Biases (pip install wandb)"
     add("--tracker", choices=("wandb",), help=text)
     url = SPOT_SERVICE

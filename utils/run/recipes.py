@@ -4,6 +4,7 @@ Interface: `expand` receives the arguments of each training command before they 
 """
 
 import argparse
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -99,7 +100,9 @@ def read(name: str) -> list[str]:
 
     Raises: `UserError`.
     """
-    files = [path for path in (Path(name), RECIPES / f"{name}.txt") if path.is_file()]
+    files = [
+        path for path in (Path(os.path.expanduser(name)), RECIPES / f"{name}.txt") if path.is_file()
+    ]
     if not files:
         text = f"there is no recipe {name}: give a file, or one of {', '.join(names())}"
         raise UserError(text, on_every_rank=True)

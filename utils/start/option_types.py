@@ -8,6 +8,7 @@ import re
 import shutil
 import textwrap
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn, TypeGuard, TypeVar
 
 from utils.start.errors import (
@@ -332,6 +333,16 @@ def http(text: str) -> str:
 
 def is_url(text: str | None) -> TypeGuard[str]:
     return text is not None and "://" in text
+
+
+def path(text: str) -> str:
+    """A path, or a URL. ~ is the home folder, also after "=", where a shell leaves it as it is."""
+    return os.path.expanduser(text)
+
+
+def place(text: str) -> Path:
+    """The same of a file or folder, as a `Path`."""
+    return Path(path(text))
 
 
 def run_name(text: str) -> str:
