@@ -20,7 +20,8 @@ use_environment tests/requirements.txt
 [ "${TORCH:-}" = oldest ] || "$PYTHON" -m basedpyright --pythonpath "$PYTHON"
 # One thread per process: the tests run several processes at once.
 export OMP_NUM_THREADS=1
-unset TORCH # or the wrappers under test would use it
+python=$PYTHON
+unset TORCH PYTHON # or the wrappers under test would use them
 # Two workers for each core, as many tests wait: for signals, limits of time, other nodes.
-exec "$PYTHON" -m pytest -n "$((2 * $(OMP_NUM_THREADS= nproc)))" --maxprocesses 16 --dist loadfile \
+exec "$python" -m pytest -n "$((2 * $(OMP_NUM_THREADS= nproc)))" --maxprocesses 16 --dist loadfile \
     --no-loadscope-reorder "$@"
