@@ -236,6 +236,8 @@ def test_a_damaged_snapshot_gives_way_to_the_one_before(run):
     flip_a_weight(folder / SNAPSHOT)
     assert again(folder / "../x" / SNAPSHOT).code == 0
     assert damaged.exists(), "the same folder by another path"
+    (folder / SNAPSHOT).unlink()
+    assert again(folder / SNAPSHOT).code == 0, "its own, though it is missing"
     for name in (SNAPSHOT, PREVIOUS):
         os.truncate(folder / name, 100)
     again("auto").fails_with(f"{PREVIOUS} is not a checkpoint", "with another --name")

@@ -47,8 +47,15 @@ def _add_model(parser: types.Parser) -> None:
         "timm, or .safetensors. Images are resized and normalised as the weights expect. The "
         "classifier is new if the classes differ. If you omit FILE, put the option after DATA"
     )
-    default = {"const": True, "default": False}
-    add("--pretrained", nargs="?", type=types.path, **default, metavar="FILE", help=text)
+    add(
+        "--pretrained",
+        nargs="?",
+        type=types.path,
+        const=True,
+        default=False,
+        metavar="FILE",
+        help=text,
+    )
     text = "train only the classifier; also freeze batch-norm statistics"
     add("--freeze", action="store_true", help=text)
     text = (

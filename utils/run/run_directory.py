@@ -154,8 +154,8 @@ class RunFolder:
         return latest(self.path) is not None or (self.path / BEST).exists()
 
     def holds(self, file: Path) -> bool:
-        """Whether ``file`` is in the directory, by whatever path."""
-        return file.exists() and os.path.samefile(file.parent, self.path)
+        """Whether ``file``, which may be missing, is in the directory, by whatever path."""
+        return file.parent.is_dir() and os.path.samefile(file.parent, self.path)
 
     def _remove_unused(self) -> None:
         """Remove the directory if the run has not begun, such as after a wrong ``--resume``."""
