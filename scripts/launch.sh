@@ -97,7 +97,7 @@ except Exception as error: sys.exit(f"error: {error}")' "$name") || exit 2
     if [ ${#preflight[@]} -gt 0 ]; then
         seconds=$(option --dist-timeout 300 "$@")
         preflight=(-m utils.start.preflight "${preflight[@]}" "$processes" "$MASTER_ADDR:$MASTER_PORT")
-        echo "+ (cd $root && $PYTHON ${preflight[*]} $seconds)"
+        echo "+ (cd$(printf ' %q' "$root") &&$(printf ' %q' "$PYTHON" "${preflight[@]}" "$seconds"))"
         (use_python "${preflight[@]}" "$seconds") || exit
     fi
     [ ${#torchrun[@]} -gt 0 ] || torchrun=(--nnodes=1 --node_rank=0 --master_addr=127.0.0.1
@@ -108,6 +108,6 @@ except Exception as error: sys.exit(f"error: {error}")' "$name") || exit 2
     variables+=("OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}")
     export "${variables[@]}"
     torchrun+=("--nproc_per_node=$processes" "${training[@]}")
-    echo "+ ${variables[*]} ${PYTHON%python*}torchrun$(printf ' %q' "${torchrun[@]}")"
+    echo "+ ${variables[*]}$(printf ' %q' "${PYTHON%python*}torchrun" "${torchrun[@]}")"
     exec "$PYTHON" "$root/scripts/torchrun.py" "${torchrun[@]}"
 }

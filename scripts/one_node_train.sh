@@ -24,7 +24,7 @@ if [[ $# -ge 5 && $2 =~ ^[0-9]+$ && $3 =~ ^[0-9]+$ && $4 != -* ]]; then
         [ -z "${!name:-}" ] || printf -v given '%s %s=%q' "$given" "$name" "${!name}"
     done
     fail "these are arguments of multi_node_train.sh (IP is the address of node 0):" \
-        "$given bash $root/scripts/multi_node_train.sh$(printf ' %q' "$@")"
+        "$given bash$(printf ' %q' "$root/scripts/multi_node_train.sh" "$@")"
 fi
 unset MASTER_ADDR MASTER_PORT WORLD_SIZE NODE_RANK # left over from a job on several nodes
 launch "$@"

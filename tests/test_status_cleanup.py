@@ -268,9 +268,10 @@ def test_on_hosts_of_a_file_and_asked_on_a_terminal(nodes, tmp_path):
         assert "ssh to node7 failed" in done
         assert not commands(nodes[1])
         left = "nothing was ended"
-        for answer, said in (("", left), (r"\n", left), (r"y\n", "killing")):  # "": Ctrl-D
+        # "": Ctrl-D
+        for answer, to, said in (("", "", left), (r"\n", "| cat", left), (r"y\n", "", "killing")):
             assert commands(nodes[0])
-            done = nodes[0].run(f"printf '{answer}' | script -qec '{asked}' /dev/null")
+            done = nodes[0].run(f"printf '{answer}' | script -qec '{asked} {to}' /dev/null")
             assert done.code == 0, done.out
             assert "End these runs? [y/N]" in done.out
             assert said in done.out

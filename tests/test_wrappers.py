@@ -156,14 +156,16 @@ def test_arguments_reach_the_training(tmp_path):
     a repeated option the last counts; a recipe decides about the end."""
     text = SIMULATED.replace("*imagenet_*)", "*imagenet_*|*preflight\\ [0-9]*)")
     text = text.replace("\n*)", "\n*choose_torch.py\\ check*) echo 1 2 7 ;;\n*)")  # seven cores
-    (tmp_path / "python").write_text(text)
-    (tmp_path / "python").chmod(0o755)
-    env = {"PYTHON": f"{tmp_path}/python", "NPROC": "2", "MASTER_ADDR": HERE, "WORLD_SIZE": "2"}
+    programs = tmp_path / "my programs"
+    programs.mkdir()
+    (programs / "python").write_text(text)
+    (programs / "python").chmod(0o755)
+    env = {"PYTHON": f"{programs}/python", "NPROC": "2", "MASTER_ADDR": HERE, "WORLD_SIZE": "2"}
     env |= {"ARCH": "vgg19", "DATA": "/d", "OMP_NUM_THREADS": "", "OMP_WAIT_POLICY": ""}
     other = "PYTHON=./python SCRIPT=imagenet_nd.py"
     end = f"mine 8 -- -p 3 --tag 'two  words' --output-dir a '--output-dir={tmp_path}/my runs"
     results = shell(
-        f"cd {tmp_path}; {other} bash {SCRIPTS}/one_node_train.sh 1 {end}/0'",
+        f"cd '{programs}'; {other} bash {SCRIPTS}/one_node_train.sh 1 {end}/0'",
         f"bash {SCRIPTS}/one_node_train.sh 1 {end}/1' --recipe tiny",
         f"bash {SCRIPTS}/multi_node_train.sh 1 1 2 {end}/2'",
         f"MASTER_PORT={PORT} bash {SCRIPTS}/elastic_train.sh 1 1:2 {end}/3'",
@@ -188,8 +190,11 @@ def test_arguments_reach_the_training(tmp_path):
         if number:
             assert last.startswith(f"{ROOT}/scripts/torchrun.py {place}")
             assert f"--nproc_per_node=2 {ROOT}/{line}" in last
-            assert f"\n+ {'TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 ' * (number == 3)}" in done.out
-            assert "OMP_NUM_THREADS=3 OMP_WAIT_POLICY=passive " in done.out
+            shown = [line for line in done.out.splitlines() if line.startswith("+ ")]
+            typed = ["+", *["TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"] * (number == 3)]
+            typed += ["OMP_NUM_THREADS=3", "OMP_WAIT_POLICY=passive", f"{programs}/torchrun"]
+            assert shlex.split(shown[-1])[: len(typed)] == typed
+            assert len(shown) == 1 or f"{programs}/python" in shlex.split(shown[0])
             assert ("torchrun waits for 1 nodes at " in done.out) == (number == 3)
 
 

@@ -176,16 +176,17 @@ def main():
                 print(f"[{host.name}] {line}")
         return max(2 if code == hosts.SSH_FAILED else code for _, code, _ in answers)
 
-    if sys.stdin.isatty() and sys.stdout.isatty() and not (options.yes or options.dry_run):
+    # stderr, as the output may be in a pipe or a file.
+    if sys.stdin.isatty() and sys.stderr.isatty() and not (options.yes or options.dry_run):
         with contextlib.redirect_stdout(io.StringIO()) as listed:
             code = act(True)
-        print(listed.getvalue(), end="")
+        print(listed.getvalue(), end="", file=sys.stderr)
         if "would end" not in listed.getvalue():
             return code
-        print("End these runs? [y/N] ", end="", flush=True)
+        print("End these runs? [y/N] ", end="", file=sys.stderr, flush=True)
         # Not input(): Ctrl-D would be a traceback.
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-            print("nothing was ended")
+            print("nothing was ended", file=sys.stderr)
             return 0
     return act(options.dry_run)
 
