@@ -35,13 +35,21 @@ launch.prepare()  # before torch is imported, which takes seconds
 
 from bench import photographs
 
-from utils.start.option_types import DocstringFormatter, count, list_of, number, place, positive
+from utils.start.option_types import (
+    DocstringFormatter,
+    Parser,
+    count,
+    list_of,
+    number,
+    place,
+    positive,
+)
 
 BATCH = 64
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=DocstringFormatter)
+    parser = Parser(description=__doc__, formatter_class=DocstringFormatter)
     add = parser.add_argument
     add("data", nargs="?", type=Path, metavar="DATA", help="folder with train/CLASS/*.JPEG")
     add("--rounds", type=positive, default=5, metavar="N", help="runs of each pipeline (5)")

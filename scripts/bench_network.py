@@ -51,7 +51,7 @@ launch.prepare()  # before torch is imported, which takes seconds
 from bench import commands, namespaces, rounds
 
 from utils.start.errors import UserError, exit_with
-from utils.start.option_types import DocstringFormatter, list_of, number, positive
+from utils.start.option_types import DocstringFormatter, Parser, list_of, number, positive
 
 METHODS = "fp32,fp16,int8,int4"
 ALONE = "alone"  # the case with one node
@@ -96,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     argv = sys.argv[1:] if argv is None else argv
     end = argv.index("--") if "--" in argv else len(argv)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=DocstringFormatter)
+    parser = Parser(description=__doc__, formatter_class=DocstringFormatter)
     add = parser.add_argument
     counts, above_0 = list_of(number(int, 2)), number(float, 0, exclusive=True)
     text = "numbers of nodes, such as 2,4,8 (2)"

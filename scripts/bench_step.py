@@ -47,11 +47,11 @@ from utils.start import launch, signals
 launch.prepare()  # before torch is imported, which takes seconds
 
 from utils.start.cores import usable_cores
-from utils.start.option_types import DocstringFormatter, count, place, positive
+from utils.start.option_types import DocstringFormatter, Parser, count, place, positive
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=DocstringFormatter)
+    parser = Parser(description=__doc__, formatter_class=DocstringFormatter)
     add = parser.add_argument
     add("-a", "--arch", default="resnet18", help="model (%(default)s)")
     add("-b", "--batch-size", type=positive, default=32, help="images per process (%(default)s)")

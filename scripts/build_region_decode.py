@@ -14,7 +14,6 @@ Fedora: `dnf install gcc libjpeg-turbo-devel`. This command installs the library
 the same pixels as torchvision, which decodes whole images.
 """
 
-import argparse
 import io
 import itertools
 import os
@@ -34,7 +33,7 @@ launch.prepare()  # before torch is imported, which takes seconds
 
 from utils.data import region_decode
 from utils.start.errors import UserError, report, tolerate_broken_pipe
-from utils.start.option_types import DocstringFormatter
+from utils.start.option_types import DocstringFormatter, Parser
 
 FLAGS = ("-std=c99", "-O2", "-shared", "-fPIC")
 PACKAGES = "apt install gcc libc6-dev libjpeg-dev, or dnf install gcc libjpeg-turbo-devel"
@@ -44,7 +43,7 @@ BOXES = 20  # random crops of each test file
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=DocstringFormatter)
+    parser = Parser(description=__doc__, formatter_class=DocstringFormatter)
     text = "do nothing if the library is up to date; print a note if it cannot be built"
     parser.add_argument("--if-missing", action="store_true", help=text)
     args = parser.parse_args(argv)

@@ -30,11 +30,11 @@ from compare import page, palette, pictures, runs, table
 from compare.comparison import MANY, Comparison, origin
 
 from utils.start.errors import UserError, exit_with
-from utils.start.option_types import DocstringFormatter, accuracy, number, place, positive
+from utils.start.option_types import DocstringFormatter, Parser, accuracy, number, place, positive
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=DocstringFormatter)
+    parser = Parser(description=__doc__, formatter_class=DocstringFormatter)
     add, above_0 = parser.add_argument, number(float, 0, exclusive=True)
     text = "a run directory, a folder of run directories, or an event file"
     add("runs", nargs="+", type=Path, metavar="RUN", help=text)

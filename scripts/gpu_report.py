@@ -19,11 +19,11 @@ from utils.start import launch, signals
 
 launch.prepare()  # before torch is imported, which takes seconds
 
-from utils.start.option_types import number, place
+from utils.start.option_types import DocstringFormatter, Parser, number, place
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(description=__doc__, formatter_class=DocstringFormatter)
     above_0 = number(float, 0, exclusive=True)
     parser.add_argument("--minutes", type=above_0, default=15.0, help="time limit (%(default)g)")
     parser.add_argument(

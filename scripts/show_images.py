@@ -12,7 +12,6 @@ the batch of the first step (with several processes, rank 0's), cropped, augment
 the share of each class. A second picture, images_classes.png, shows the images of each class.
 """
 
-import argparse
 import importlib
 import sys
 from pathlib import Path
@@ -40,7 +39,7 @@ from utils.run.console import Console
 from utils.run.run_directory import checkpoint_file
 from utils.start.atomic import read_checkpoint
 from utils.start.errors import UserError, exit_with, printable
-from utils.start.option_types import Options, count, list_of, place, positive
+from utils.start.option_types import Options, Parser, count, list_of, place, positive
 from utils.start.world import World
 
 BOX = "#ff2020"
@@ -58,7 +57,7 @@ class PictureOptions(Options):
 
 def parse(words: list[str]) -> PictureOptions:
     """Parse the options of the picture and of the training. Raises: `UserError`."""
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first = Parser(add_help=False, allow_abbrev=False)
     text = "the training script whose options and batches to use: imagenet_MODE.py"
     mode = {"choices": ("nd", "dp", "ddp", "fsdp", "ddp_apex"), "default": "nd", "help": text}
     first.add_argument("--mode", **mode)

@@ -26,7 +26,7 @@ from utils.start.addresses import parse_tcp_url
 from utils.start.cores import usable_cores
 from utils.start.errors import BAD_INPUT, LOST_PEER, UserError
 from utils.start.launch import shell_exit_code
-from utils.start.option_types import seconds
+from utils.start.option_types import Parser, seconds
 
 received: list[int] = []  # signals
 codes: list[int] = []  # exit codes of the training processes, after a signal
@@ -104,7 +104,7 @@ def prepare(args: argparse.Namespace) -> None:
     if int(nodes) > 1:
         from utils.start import preflight
 
-        wait = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        wait = Parser(add_help=False, allow_abbrev=False)
         wait.add_argument("--dist-timeout", type=seconds, default=300.0)
         limit = wait.parse_known_args(args.training_script_args)[0].dist_timeout
         master, processes = parse_tcp_url(f"tcp://{address}"), int(args.nproc_per_node)

@@ -6,6 +6,8 @@ import re
 import sys
 from pathlib import Path
 
+import bench_network
+import bench_step
 import compare_runs
 import pytest
 import torch
@@ -143,6 +145,15 @@ def test_a_mistyped_option_proposes_only_near_names(parse, capsys, folder):
         printed = capsys.readouterr().err
         assert f"unknown option {typed}" in printed
         assert re.findall(r"did you mean (\S+)\?", printed) == ([name] if name else [])
+
+
+@pytest.mark.parametrize("program", [bench_network, bench_step, compare_runs])
+def test_a_mistyped_option_of_other_programs_is_one_line(program, capsys):
+    with pytest.raises(SystemExit):
+        program.parse(["run", "--helo"])
+    said = capsys.readouterr().err
+    assert said.endswith(" error: unknown option --helo: did you mean --help? (see --help)\n")
+    assert said.count("\n") == 1
 
 
 def test_timm_is_imported_for_its_own_models_alone(parse, folder, monkeypatch):

@@ -35,14 +35,14 @@ from torchvision.transforms import v2
 
 from utils.data.preprocessing import MEAN, STD
 from utils.model import models
-from utils.start.option_types import DocstringFormatter, positive
+from utils.start.option_types import DocstringFormatter, Parser, positive
 from utils.start.world import World
 
 PRECISIONS = {"off": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=DocstringFormatter)
+    parser = Parser(description=__doc__, formatter_class=DocstringFormatter)
     add = parser.add_argument
     add("kind", choices=("examples", "torchvision"))
     add("-a", "--arch", default="resnet18")

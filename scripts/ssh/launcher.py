@@ -18,7 +18,7 @@ from job import STOPS, TORCHRUN, Job
 
 from utils.start import errors, preflight, signals
 from utils.start.errors import UserError
-from utils.start.option_types import non_negative, port, positive, run_name
+from utils.start.option_types import Parser, non_negative, port, positive, run_name
 
 HELP = """Train on several nodes from one machine, over ssh.
 
@@ -106,7 +106,7 @@ def check(command: list[str], several: bool, again: bool) -> argparse.Namespace:
         raise UserError(f"{script} is not a training script in {ROOT}")
     if script in ONE_PROCESS and (several or again):
         raise UserError(f"{script} is one process on one node: use imagenet_ddp.py")
-    parser = argparse.ArgumentParser(prog=script, add_help=False, allow_abbrev=False)
+    parser = Parser(prog=script, add_help=False, allow_abbrev=False)
     parser.add_argument("--name", type=run_name)
     parser.add_argument("--resume")
     parser.add_argument("--output-dir", default="runs")
