@@ -215,6 +215,23 @@ def test_parts_elsewhere_are_neither_classes_nor_made_again(tmp_path, names, wor
     assert layouts.split_advice(whole) is None, "it would be moved into val/"
 
 
+@pytest.mark.parametrize("part", ["train", "Validation"])
+def test_a_part_of_a_data_set_is_not_divided(tmp_path, monkeypatch, part):
+    """DATA/train in place of DATA: training would learn from the images of one part only."""
+    names = (part, "test", "others")
+    put(tmp_path, {f"{one}/{c}/1.jpg": b"1" for one in names for c in ("cat", "dog")})
+    put(tmp_path, {"alone/train/cat/1.jpg": b"1", "alone/val/emu/1.jpg": b"1"})
+    before = tree(tmp_path)
+    for data in (tmp_path / part, ""):
+        with pytest.raises(UserError, match=f"is a part of a data set: give {tmp_path}"):
+            check_parts(Path(data), ("train", "val"))
+        assert "is a part of a data set" in fail("split", data, "--val", 0.2)
+        monkeypatch.chdir(tmp_path / part)
+    assert tree(tmp_path) == before
+    assert layouts.misplaced(tmp_path / "others") is None
+    assert layouts.misplaced(tmp_path / "alone/train") is None, "other classes"
+
+
 def test_a_class_that_comes_later_is_divided_too(tmp_path):
     data = put(tmp_path, {f"{c}/{i}.jpg": c.encode() for c in ("cat", "dog") for i in range(5)})
     succeed("split", data, "--val", 0.2)

@@ -6,6 +6,7 @@ error message.
 
 import os
 import shlex
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -94,10 +95,13 @@ def label_table(data: Path) -> Path | None:
 
 def misplaced(data: Path) -> str | None:
     """A clause about parts that ``data`` has in another folder, as an archive has them, or under
-    other names, such as Training/ and valid/, with the commands that rename them; None without.
+    other names, such as Training/ and valid/, with the commands that rename them; or if ``data`` is
+    such a part itself. None without.
 
     A part has class folders, other than a class that has such a name.
     """
+    if whole := _whole(data):
+        return f"{data} is a part of a data set: give {whole}"
     folders = [data / name for name in class_names(data)]
     whole = [one for one in folders if (one / "train").is_dir() and (one / "val").is_dir()]
     if len(whole) == 1 and not (data / "train").exists():
@@ -113,6 +117,22 @@ def misplaced(data: Path) -> str | None:
     one = folders[0] if len(folders) == 1 and folders[0].name not in NAMES else None
     if one and (classes := classes_at_top(one)):
         return f"{one} has {len(classes)} class folders: give that folder"
+    return None
+
+
+def _whole(data: Path) -> Path | None:
+    """The data set of which ``data`` is a part: another part beside it shares a class."""
+    data = data if data.name not in ("", "..") else data.resolve()
+    parts = {name: part for part, names in NAMES.items() for name in names}
+    if not (part := parts.get(data.name.lower())):
+        return None
+    classes = set(class_names(data))
+    with suppress(OSError):  # a folder that may not be listed
+        for name in class_names(data.parent):
+            if parts.get(name.lower(), part) != part and classes & {
+                *class_names(data.parent / name)
+            }:
+                return data.parent
     return None
 
 
