@@ -44,12 +44,14 @@ option() {
     echo "$value"
 }
 
-# log_to FILE: write a copy of all further output to FILE.
+# log_to FILE: write a copy of all further output to FILE. ~ is the home folder, as for the script.
 log_to() {
-    mkdir -p "$(dirname "$1")" || fail "cannot write the log $1"
+    local file=$1
+    [[ $file != "~/"* ]] || file=~/${file:2}
+    mkdir -p "$(dirname "$file")" || fail "cannot write the log $file"
     # tee must survive Ctrl-C (-i), the end of the reader (-p) and that of the terminal (HUP) until
     # training has ended.
-    exec > >(trap '' HUP && exec tee -i -p -a "$1") 2> >(trap '' HUP && exec tee -i -p -a "$1" >&2)
+    exec > >(trap '' HUP && exec tee -i -p -a "$file") 2> >(trap '' HUP && exec tee -i -p -a "$file" >&2)
 }
 
 # launch HOURS NAME BATCH_SIZE [-- TRAINING OPTION ...]: replace this shell by the training.

@@ -162,8 +162,9 @@ def test_arguments_reach_the_training(tmp_path):
     (programs / "python").chmod(0o755)
     env = {"PYTHON": f"{programs}/python", "NPROC": "2", "MASTER_ADDR": HERE, "WORLD_SIZE": "2"}
     env |= {"ARCH": "vgg19", "DATA": "/d", "OMP_NUM_THREADS": "", "OMP_WAIT_POLICY": ""}
+    env["HOME"] = str(tmp_path)
     other = "PYTHON=./python SCRIPT=imagenet_nd.py"
-    end = f"mine 8 -- -p 3 --tag 'two  words' --output-dir a '--output-dir={tmp_path}/my runs"
+    end = "mine 8 -- -p 3 --tag 'two  words' --output-dir a '--output-dir=~/my runs"
     results = shell(
         f"cd '{programs}'; {other} bash {SCRIPTS}/one_node_train.sh 1 {end}/0'",
         f"bash {SCRIPTS}/one_node_train.sh 1 {end}/1' --recipe tiny",
@@ -181,7 +182,7 @@ def test_arguments_reach_the_training(tmp_path):
         lasting = "" if number == 1 else " --epochs 100000 --lr-schedule constant"
         line = f"imagenet_{'ddp' if number else 'nd'}.py -b 8 --train-time 1 --name mine"
         line += f" --resume auto{lasting} -a vgg19 -p 3 --tag two words --output-dir a"
-        line += f" --output-dir={tmp_path}/my runs/{number}{' --recipe tiny' * (number == 1)} /d"
+        line += f" --output-dir=~/my runs/{number}{' --recipe tiny' * (number == 1)} /d"
         assert "--tag two  words" in done.out.splitlines()[-1]
         last = " ".join(done.out.splitlines()[-1].split())
         assert f"{ROOT}/{line} at{f' {HERE}' * (number > 1)} for launcher:mine" in last
