@@ -64,7 +64,7 @@ def parse() -> argparse.Namespace:
     text += ", ".join(photographs.PACKAGES)
     add("--photographs", type=place, metavar="DIR", help=text)
     cache, text = ROOT / "data/bench", "folder for these images and copies (%(default)s)"
-    add("--cache", type=lambda x: Path(x).resolve(), default=cache, metavar="DIR", help=text)
+    add("--cache", type=lambda x: place(x).resolve(), default=cache, metavar="DIR", help=text)
     return parser.parse_args()
 
 

@@ -31,7 +31,15 @@ from job import Job
 
 from utils.start import addresses, errors, launch, preflight
 from utils.start.errors import UserError
-from utils.start.option_types import count, from_environment, non_negative, number, port, positive
+from utils.start.option_types import (
+    count,
+    from_environment,
+    non_negative,
+    number,
+    path,
+    port,
+    positive,
+)
 
 
 def parse() -> argparse.Namespace:
@@ -64,7 +72,8 @@ def parse() -> argparse.Namespace:
             raise UserError(f"--rank {args.rank} is not one of 0 to {args.nodes - 1}")
         args.master = args.master or "127.0.0.1"
         args.port = args.port or from_environment("MASTER_PORT", port, 8888)
-        args.data = args.data or env.get("IMAGENET_DIR", "/data")
+        args.data = path(args.data or env.get("IMAGENET_DIR", "/data"))
+        args.output_dir = path(args.output_dir)
     return args
 
 

@@ -31,14 +31,14 @@ from prepare.writing import AGAIN, BATCH, SPLITS, fill
 from utils.data import devkit, layouts
 from utils.start.cores import usable_cores
 from utils.start.errors import UserError, report, tolerate_broken_pipe
-from utils.start.option_types import Formatter, Parser, number, positive, seed
+from utils.start.option_types import Formatter, Parser, number, place, positive, seed
 
 
 def fill_from_source(args: argparse.Namespace) -> None:
     """Run `sample`, `fashion-mnist`, `cifar10` or `imagenet`."""
     keys = ("classes", "train", "val", "seed") if args.command == "sample" else ("source",)
     if source := getattr(args, "source", None):
-        args.source = source.expanduser().resolve()
+        args.source = source.resolve()
     facts = {key: getattr(args, key) for key in keys}
     values = ", ".join(f"{key} {value}" for key, value in facts.items() if value)
     what = f"{args.command} ({values})" if values else args.command
@@ -119,12 +119,12 @@ def build_parser() -> argparse.ArgumentParser:
     option = add("fashion-mnist", fill_from_source, text, out=out)
     text = "folder of the four idx files, .gz or not; by default "
     text += f"{sources.DEBIAN_FASHION} if it exists, else a download"
-    option("--source", text, None, Path, metavar="DIR")
+    option("--source", text, None, place, metavar="DIR")
 
     text = "CIFAR-10: 60,000 colour images, 32 x 32 pixels"
     option = add("cifar10", fill_from_source, text, out=out)
     text = f"{sources.CIFAR_ARCHIVE}, or the folder that it is in; by default a download"
-    option("--source", text, None, Path, metavar="PATH")
+    option("--source", text, None, place, metavar="PATH")
 
     text = "ImageNet 2012, or a part of it, from any layout in which it is published"
     option = add("imagenet", fill_from_source, text, out=out)
@@ -132,7 +132,7 @@ def build_parser() -> argparse.ArgumentParser:
         imagenet100, or of train/CLASS and a flat val/. A flat val/ needs {devkit.KAGGLE_CSV}
         or {devkit.DEVKIT}, which list the classes. Image files become hard links, or symbolic
         links (required)"""
-    option("--source", text, None, Path, metavar="DIR", required=True)
+    option("--source", text, None, place, metavar="DIR", required=True)
 
     text = "a copy of a data set as tar files, for network disks (few large files) and WebDataset"
     option = add("shards", copy, text, source=data, out=out)
@@ -153,7 +153,7 @@ def build_parser() -> argparse.ArgumentParser:
     option("--size", "size of a shard", shards.MEGABYTES, metavar="MB")
     text = """names of the classes, one per line in the order of the labels; by default those in
         the images' names, such as ImageNet's n01440764, else the names in the files"""
-    option("--names", text, None, Path, metavar="FILE")
+    option("--names", text, None, place, metavar="FILE")
     text = "write class folders, not shards"
     commands.choices["parquet"].add_argument("--folders", action="store_true", help=text)
 
@@ -166,7 +166,7 @@ def build_parser() -> argparse.ArgumentParser:
     option("--val", "fraction of each class's images to have in DATA/val", **fraction)
     option("--test", "fraction to have in DATA/test, for `--part test`; 0: none", **fraction)
     option(
-        "--labels", "table of labels; by default the CSV file in DATA", None, Path, metavar="CSV"
+        "--labels", "table of labels; by default the CSV file in DATA", None, place, metavar="CSV"
     )
     option("--seed", "seed of the choice; by default 0, or that of the last call", None, seed)
     text = "move all images back to where they were"

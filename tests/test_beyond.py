@@ -92,6 +92,11 @@ def test_what_the_launcher_adds_to_a_command_and_what_it_copies(monkeypatch, tmp
     launcher.fetch(options, launcher.Host("u@b"), script)
     assert calls.pop(0)[-2:] == ["u@b", "test -d code/out/a"]
     assert calls[0][-2:] == ["u@b:code/out/a/", "out/a/"]
+    monkeypatch.setenv("HOME", str(tmp_path))  # here; there, ssh and rsync begin in the home folder
+    script = launcher.check(["imagenet_ddp.py", "--name=a", "--output-dir=~/out"], True, False)
+    launcher.fetch(options, launcher.Host("u@b"), script)
+    assert calls.pop(1)[-1] == "test -d out/a"
+    assert calls.pop(1)[-2:] == ["u@b:out/a/", f"{tmp_path}/out/a/"]
     for part in ("scripts", ".venv-oldest/pyvenv.cfg", "my env/conda-meta"):
         (tmp_path / part).mkdir(parents=True)
     monkeypatch.setattr(launcher, "ROOT", tmp_path)

@@ -9,6 +9,7 @@ from pathlib import Path
 import bench_network
 import bench_step
 import compare_runs
+import prepare_data
 import pytest
 import torch
 from conftest import ROOT, TORCHVISION_MODEL, Result, shell, summary
@@ -78,6 +79,10 @@ def test_a_tilde_is_the_home_folder_where_a_shell_leaves_it(folder, parse, monke
     }
     assert options["data"] == f"{tmp_path}/data"
     assert compare_runs.parse(["run", "--out=~/pages"]).out == tmp_path / "pages"
+    prepare = prepare_data.build_parser().parse_args
+    for first, option in (("imagenet", "source"), ("parquet in", "names"), ("split", "labels")):
+        options = vars(prepare([*first.split(), "out", f"--{option}=~/mine"]))
+        assert options[option] == tmp_path / "mine"
 
 
 def test_synthetic_images_are_trained_and_evaluated_without_data(tmp_path):

@@ -251,19 +251,19 @@ def test_hosts_are_asked_what_was_asked_here(monkeypatch, tmp_path):
 
 
 def test_one_node_alone(folder):
-    options = ("--need 1e9 --output-dir /proc", f"--data {folder}/none", "-a nosuch", "--nodes 2")
+    options = ("--need 1e9 --output-dir /proc", "--data=~/none", "-a nosuch", "--nodes 2")
     options += ("--need 0",)  # by which a time would be divided
     options += ("--nodes 2 --rank 1 --master 127.0.0.1 --wait 0",)
     line = f"python scripts/doctor.py --data {folder} --image-size 32"
     done = slow, missing, unknown, alone, zero, waits = shell(
-        *(f"{line} {words}" for words in options)
+        *(f"{line} {words}" for words in options), HOME=str(folder)
     )
     assert [one.code for one in done] == [2] * 6
     assert "127.0.0.1:8888 cannot be reached after 0 s" in bad(waits)[0]
     reads, decodes, full = bad(slow)
     assert [line.split()[4] for line in (reads, decodes)] == ["reads", "decodes"]
     assert re.match("✗ .* (only 0.0 GB of disk are free at|this user may not write to) /proc", full)
-    assert "none/train" in bad(missing)[-1]
+    assert f"{folder}/none/train" in bad(missing)[-1]
     assert "unknown arch 'nosuch'" in bad(unknown)[0]
     assert alone.sentence.endswith("IP address of node 0")
     assert "argument --need: 0 is not more than 0" in zero.sentence

@@ -18,7 +18,7 @@ from job import STOPS, TORCHRUN, Job
 
 from utils.start import errors, preflight, signals
 from utils.start.errors import UserError
-from utils.start.option_types import Parser, non_negative, port, positive, run_name
+from utils.start.option_types import Parser, non_negative, place, port, positive, run_name
 
 HELP = """Train on several nodes from one machine, over ssh.
 
@@ -160,8 +160,11 @@ def fetch(options: argparse.Namespace, host: Host, script: argparse.Namespace) -
 
     Raises: `UserError`.
     """
-    target = Path(script.output_dir) / script.name
-    source = Path(options.dir) / target  # an absolute target is the same there
+    target = place(script.output_dir) / script.name
+    output_dir = hosts.from_home(script.output_dir)
+    source = Path(output_dir, script.name)
+    if output_dir == script.output_dir:
+        source = Path(options.dir) / source  # an absolute source is the same there
     ask = [*shlex.split(options.ssh), *hosts.SSH_OPTIONS, host.address]
     ask.append(f"test -d {shlex.quote(str(source))}")
     code = subprocess.run(ask, stdin=subprocess.DEVNULL, check=False).returncode
