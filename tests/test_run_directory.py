@@ -345,7 +345,7 @@ def test_the_best_model_may_be_that_of_the_lowest_loss(ran, tmp_path):
     # It is evaluated by the run's name, or by its file, and nothing is written.
     evaluate = ("-a", "tiny_plain", "-e", *where[:2])
     for part, line in (
-        ("val", ("--name", "a", "--resume", "auto")),
+        ("val", ("--name", "a", "--resume", "auto", "--start-epoch", "0")),  # as it was trained
         ("test", ("--part", "test", "--resume", tmp_path / "a/best.pt")),
     ):
         done = train("imagenet_nd.py", *evaluate, *line, tmp_path / "data")

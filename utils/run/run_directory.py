@@ -48,7 +48,8 @@ def choose(args: Options, world: World, mode: str) -> Path | None:
     the path of --resume may differ between nodes. Raises: `UserError` if the directory is taken.
     """
     name, source = args.name, None if args.evaluate else args.resume
-    continues_one = name and args.resume == "auto" and args.start_epoch is None
+    begins_again = args.start_epoch is not None and not args.evaluate
+    continues_one = name and args.resume == "auto" and not begins_again
     if is_training(args):
         if is_elastic() and not continues_one:
             raise UserError(
