@@ -128,12 +128,16 @@ def _as_command(
 @contextmanager
 def _forked_ranks() -> Iterator[None]:
     """Let `utils.start.launch` fork the processes of a node instead of spawning them."""
+    import torch
+
     from utils.start import launch
 
     get_context = multiprocessing.get_context
 
     class Rank(multiprocessing.get_context("fork").Process):
         def run(self) -> None:
+            # Or two threads at once would replace torch's pool of threads, which no fork copies.
+            torch.set_num_threads(1)
             launch.prepare("__mp_main__")  # as a spawned one does, when it imports the script
             super().run()
 
