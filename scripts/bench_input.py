@@ -106,7 +106,10 @@ def main() -> int:
     sets = {"originals": originals}
     copies = {"shards": "shards"} if args.latency else {"shrink": "shrunk to 256"}
     for command, title in copies.items():
+        source = open_source(originals / "train", class_folders(originals / "train"))
+        size = f"{len(source) * source.sample_sizes()[0] / 1e9:.1f} GB in train/"
         sets[title] = args.cache / f"{command}_{zlib.crc32(os.fsencode(originals)):08x}"
+        print(f"copying {originals} ({size}) to {sets[title]}, unless that was done", flush=True)
         words = [sys.executable, str(ROOT / "scripts/prepare_data.py"), command]
         commands.run([[*words, str(originals), str(sets[title])]], math.inf)
     rows: dict[str, Row] = {}

@@ -2,12 +2,14 @@
 
 import importlib.util
 import json
+import os
 import re
 import shlex
 import sys
 import time
 from argparse import Namespace
 from pathlib import Path
+from unittest.mock import Mock
 
 import bench_input
 import bench_network
@@ -219,6 +221,22 @@ def test_tar_files_are_refused_before_they_are_copied(monkeypatch, tmp_path):
     with pytest.raises(UserError, match=f"{tmp_path}/train holds tar files, .* class folders"):
         bench_input.main()
     assert [path.name for path in tmp_path.iterdir()] == ["train.tar"]
+
+
+@pytest.mark.parametrize(("more", "command"), [([], "shrink"), (["--latency", "1"], "shards")])
+def test_the_size_of_a_copy_is_said_before_it_is_made(
+    monkeypatch, tmp_path, capsys, more, command
+):
+    for name in "12":
+        put(tmp_path, {f"train/a/{name}.jpg": b""})
+        os.truncate(tmp_path / f"train/a/{name}.jpg", 1_250_000_000)
+    monkeypatch.setattr(sys, "argv", ["", str(tmp_path), "--cache", str(tmp_path / "c"), *more])
+    monkeypatch.setenv(bench_input.SLOW_PATHS, "")
+    monkeypatch.setattr(bench_input.commands, "run", Mock(side_effect=UserError("no space")))
+    with pytest.raises(UserError, match="no space"):
+        bench_input.main()
+    said = f"copying {tmp_path} (2.5 GB in train/) to {tmp_path}/c/{command}_"
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.long
