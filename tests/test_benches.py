@@ -224,9 +224,7 @@ def test_tar_files_are_refused_before_they_are_copied(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(("more", "command"), [([], "shrink"), (["--latency", "1"], "shards")])
-def test_the_size_of_a_copy_is_said_before_it_is_made(
-    monkeypatch, tmp_path, capsys, more, command
-):
+def test_the_size_of_a_copy_is_said_before_it_is_made(monkeypatch, tmp_path, capsys, more, command):
     for name in "12":
         put(tmp_path, {f"train/a/{name}.jpg": b""})
         os.truncate(tmp_path / f"train/a/{name}.jpg", 1_250_000_000)
