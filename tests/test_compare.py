@@ -432,7 +432,10 @@ def test_damaged_file_is_read_up_to_the_damage(tmp_path):
 def test_labels_and_order(tmp_path):
     for name in ("runs/run10", "runs/run9", "runs/resnet18_gpux16", "older/run9"):
         write(tmp_path / name, epochs_of(100, 64))
-    given = tmp_path / "runs", tmp_path / "older", tmp_path / "older/../runs"
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links/a").symlink_to(tmp_path / "older")
+    (tmp_path / "links/up").symlink_to(tmp_path / "links")
+    given = tmp_path / "runs", tmp_path / "links", tmp_path / "older/../runs"
     labels = ["16 GPUs", "runs/run9", "run10", "older/run9"]
     _, notes, comparison = table(*given)
     runs = comparison.runs
@@ -440,7 +443,7 @@ def test_labels_and_order(tmp_path):
     assert {run.base for run in runs} == {runs[0]}, "not one whose GPUs are unknown"
     labels = ['a, "b"', "b", "c" * 30, "d"]
     comparison = table(*given, "--labels", *labels)[2]
-    assert comparison.as_text().endswith(f"(4) d: {tmp_path}/older/run9")
+    assert comparison.as_text().endswith(f"(4) d: {tmp_path}/links/a/run9")
     assert [row["label"] for row in csv.DictReader(io.StringIO(comparison.as_csv()))] == labels
     # Single files of one folder are runs of their own, in the order given.
     files = [write(tmp_path / "a", epochs_of(9, 9, (10, t)), BEGAN + t) for t in (30, 20)]

@@ -6,6 +6,7 @@ report where a file is cut off or damaged.
 
 import json
 import math
+import os
 import re
 import statistics
 from collections import Counter
@@ -140,7 +141,7 @@ def find(path: Path) -> list[Run]:
     """
     if not path.exists():
         raise UserError(f"{path} does not exist")
-    files = list(filter(is_event_file, path.rglob("*") if path.is_dir() else [path]))
+    files = list(filter(is_event_file, files_below(path) if path.is_dir() else [path]))
     if not files:
         raise UserError(f"{path} has no TensorBoard event file (events.out.tfevents.*)")
 
@@ -149,6 +150,17 @@ def find(path: Path) -> list[Run]:
         return run.facts.get("gpus") or math.inf, [int(p) if p.isdecimal() else p for p in parts]
 
     return sorted(map(read, {file.parent for file in files} if path.is_dir() else files), key=place)
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """Yield all files below ``folder``. Links to folders are followed, to each folder once."""
+    seen: set[str] = set()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        if (real := os.path.realpath(place)) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        yield from (Path(place, name) for name in names)
 
 
 def is_event_file(path: Path) -> bool:
