@@ -3,6 +3,7 @@
 import csv
 import itertools
 import re
+import shutil
 import sys
 
 import compare_runs
@@ -181,6 +182,17 @@ def test_pictures_of_the_hardware_and_labels_with_special_characters(tmp_path):
     words = [tmp_path / "runs", "--labels", *labels]
     assert compare_runs.main([str(word) for word in words]) == 0
     out = tmp_path / "runs" / "compare"  # the default
+    # Pictures of an earlier comparison are removed, and no others.
+    assert (out / "gpu.png").exists()
+    for name in ("IO.png", "IO.pdf", "x_gpu.png", "my.png"):
+        shutil.copy(out / "gpu.png", out / name)
+    for name in ("scaling.png", "scaling.pdf"):
+        (out / name).write_bytes(b"drawn by hand")
+    assert compare_runs.main([str(tmp_path / "runs" / "c"), "--out", str(out)]) == 0
+    kept = {"x_gpu.png", "my.png", "scaling.png", "scaling.pdf"}
+    assert all((out / name).exists() for name in kept)
+    assert not any((out / name).exists() for name in ("gpu.png", "IO.png", "IO.pdf"))
+    assert compare_runs.main([str(word) for word in words]) == 0
     page = (out / "compare.html").read_text()
     assert "<script>alert" not in page
     markdown = (out / "compare.md").read_text().splitlines()

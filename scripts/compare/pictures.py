@@ -31,8 +31,9 @@ MATPLOTLIB: "dict[RcKeyType, Any]" = {
     "svg.fonttype": "none", "svg.hashsalt": "compare_runs",  # equal pictures give equal files
     "text.parse_math": False,  # a label may contain $
 }  # fmt: skip
+MARK = "compare_runs.py"  # in PNG files
 # Without dates, equal pictures give equal files.
-NO_DATE = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
+NO_DATE = {"png": {"Software": MARK}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
 CURVES = {  # tag: title of the panel, unit, factor
     "Top1/train": ("Top-1 accuracy, training", "%", 1),
     "Top1/val": ("Top-1 accuracy, validation", "%", 1),
@@ -71,6 +72,8 @@ BARS = {  # title, description, key of the row with the bars' lengths, rows writ
         {"epoch_h": "{}", "hours": "{} in all"},
     ),
 }
+NAMES = [tag.lower().replace("/", "_") + end for tag in CURVES for end in ("", "_hours")]
+NAMES += [*GROUPS, "scaling", *BARS]  # of all pictures
 DRAWINGS = (  # of the page: heading, whether it is folded, panels
     ("Validation", False, ("Top1/val", "Loss/val")),
     ("Speed and waiting", False, (RATE, "IO/wait_share")),
@@ -91,11 +94,13 @@ def draw(
 ) -> dict[str, Path]:
     """Draw the pictures (or ``only`` some) into the folder ``out``, as PNG and in ``formats``.
 
-    Returns: the PNG files by the names of the pictures.
+    Those of an earlier comparison are removed. Returns: the PNG files by the names of the pictures.
     """
     import matplotlib
 
     out.mkdir(parents=True, exist_ok=True)
+    for name in only or NAMES:
+        remove_old(out / f"{prefix}{name}.png")
     files = {}
     with matplotlib.rc_context(MATPLOTLIB):
         for name, make in plan(comparison).items():
@@ -104,6 +109,13 @@ def draw(
                 for kind in dict.fromkeys(("png", *formats)):  # PNG first: it changes the layout
                     save(figure, files[name].with_suffix(f".{kind}"))
     return files
+
+
+def remove_old(file: Path) -> None:
+    """Remove a PNG file that `save` wrote, and the same picture in other formats."""
+    if file.is_file() and MARK.encode() in file.read_bytes()[:1000]:
+        for kind in NO_DATE:
+            file.with_suffix(f".{kind}").unlink(missing_ok=True)
 
 
 def save(figure: Any, file: Path) -> None:
