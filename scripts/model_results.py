@@ -17,7 +17,6 @@ which. The model then chooses among these classes only, as is usual for ImageNet
 import json
 import os
 import re
-import shlex
 import sys
 import tempfile
 from argparse import ArgumentParser
@@ -71,7 +70,7 @@ from results.predictions import Best, Predictions
 
 import imagenet_ddp
 from utils import options
-from utils.data import wordnet
+from utils.data import layouts, wordnet
 from utils.data.opening import has_classes
 from utils.run.console import Console
 from utils.run.run_directory import OPTIONS
@@ -210,7 +209,7 @@ def write(args: ResultOptions, best: list[Best], results: list[Predictions], wor
         figures=figures,
         name_of=names.get,
         all_classes=args.all_classes,
-        command=printable(shlex.join(["python", "scripts/model_results.py", *sys.argv[1:]])),
+        command=printable(layouts.command("model_results.py", *sys.argv[1:])),
     )
     file.write_text(html, encoding="utf-8")
     print(f"page: {file}")

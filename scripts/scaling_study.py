@@ -376,7 +376,7 @@ def main() -> int:
 def carry_out(args: Study, runs: list[StudyRun]) -> int:
     """Train the runs that are not finished, and write the study's page. Returns: an exit code."""
     folder, left = args.logbook / args.name, [run for run in runs if not run.is_finished]
-    command = shlex.join(["bash", "scripts/scaling_study.sh", *sys.argv[1:]])
+    command = f"bash {errors.typed('scripts/scaling_study.sh')} {shlex.join(sys.argv[1:])}"
     print(f"study {args.name}: {len(runs)} runs, {len(left)} to be trained")
     for run in runs:
         print(f"{run.name}: {'to be trained' if run in left else 'finished'}")

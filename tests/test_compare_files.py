@@ -11,7 +11,7 @@ import matplotlib
 import pytest
 from browser import Page
 from compare import palette, pictures
-from conftest import python
+from conftest import ROOT, python
 from event_files import HAL, SCRIPT, epochs_of, folder_name, table, write
 from running import eventually
 
@@ -149,6 +149,7 @@ def test_without_plotly_one_line_says_how_to_get_it(tmp_path, monkeypatch):
 
 def test_runs_that_cannot_be_compared_have_no_common_charts(tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.chdir(tmp_path)
     for name, arch in (("a", "resnet50"), ("b", "vgg19"), ("c", "resnet50")):
         write(tmp_path / name, epochs_of(100, 64), options={"arch": arch, "gpus": 1})
     out, more = tmp_path / "out", ["--out", str(tmp_path / "out"), "--prefix", "x_"]
@@ -159,6 +160,7 @@ def test_runs_that_cannot_be_compared_have_no_common_charts(tmp_path, capsys, mo
     assert "\n- NOT COMPARABLE: b differs from a in model" in said
     assert 60 < max(map(len, sentences.splitlines())) <= 80, "no terminal here"
     page = (out / "x_compare.html").read_text()
+    assert f"<pre>python {ROOT}/scripts/compare_runs.py {tmp_path}/a " in page
     assert '<div class="lead warning"><p>b cannot be compared with a' in page
     comparison = table(*(tmp_path / name for name in "abc"))[2]
     for _, _, drawing in pictures.drawings(comparison):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from browser import Page
-from conftest import draw_folder, environment, python, summary
+from conftest import ROOT, draw_folder, environment, python, shell, summary
 from results import figures, predictions
 from results.predictions import Best, Predictions
 from torchvision.models import get_model
@@ -123,7 +123,10 @@ def test_some_of_the_classes_and_two_runs(place, tmp_path):
     assert first == second
     assert len(first) == 14
     assert {row["predicted"] for row in first} <= {"class_1", "class_2"}
-    assert results(place / "run", subset, "--all-classes", "--out", tmp_path).code == 0
+    line = f"python {ROOT}/scripts/model_results.py run {subset} --all-classes --out {tmp_path}"
+    assert shell(f"cd {place} && {line}")[0].code == 0
+    page = html.unescape((tmp_path / "results_subset.html").read_text())
+    assert f"<pre>{line}</pre>" in page, "as it is typed in that folder"
     among_all = rows_of(tmp_path / "predictions_subset.csv")
     for rows, is_all in ((first, False), (among_all, True)):
         likely = [float(row["probability"]) + float(row["probability2"]) for row in rows]

@@ -442,7 +442,8 @@ def test_what_is_varied_stands_side_by_side():
     )
 
 
-def test_simulated_nodes_are_nodes_in_the_log_book(tmp_path, monkeypatch):
+@pytest.mark.parametrize("target", ["target_top1", "desired_acc"])  # two names of one option
+def test_simulated_nodes_are_nodes_in_the_log_book(tmp_path, monkeypatch, target):
     """A run of two processes on this machine records one node. The study was killed when all runs
     had ended, before it wrote their page."""
     monkeypatch.setattr(scaling_study.signals, "handle", lambda *_: None)
@@ -454,7 +455,7 @@ def test_simulated_nodes_are_nodes_in_the_log_book(tmp_path, monkeypatch):
         facts = {"arch": "resnet18", "gpus": number, "nodes": 1, "global_batch": 128 * number}
         facts |= {"device": "cpu", "batch_per_gpu": 128}
         event_files.write(one.folder, event_files.epochs_of(100 * number, 128), options=facts)
-        (one.folder / "options.json").write_text('{"target_top1": 50}')
+        (one.folder / "options.json").write_text(json.dumps({target: 50}))
         (one.folder / "summary.json").write_text('{"finished_because": "epochs"}')
     # What was there before: a page of one's own, and the curves of a run that was begun anew.
     old = event_files.write(tmp_path / "book/s/s_1node", {9: {"Loss/train": 1.0}}, began=1.0)
@@ -468,7 +469,7 @@ def test_simulated_nodes_are_nodes_in_the_log_book(tmp_path, monkeypatch):
     assert "- [my\\_own \\#2](my_own%20%232.md)\n" in index
     assert not old.exists()
     assert "| nodes | 1 | 2 |" in page and "at an equal batch per process" in page
-    assert "## Scaling" in page
+    assert "## Scaling" in page and f"\nbash {ROOT}/scripts/scaling_study.sh " in page
     assert "time to top-1 of 50 %" in page and "| epochs in 1 h | 4 | 4 |" in page
     # Who gets the log book alone has the curves, too.
     named = re.search(r"`(python \S*scripts/compare_runs\.py .*?)`", page)
