@@ -165,13 +165,9 @@ def launch_command(run: StudyRun, args: Study, folder: Path, find: bool = False)
         own = [f"--nodes={run.nodes}", f"--job-name={run.name}", "--dependency=singleton"]
         own += [f"--output={run.file('log')}", *shlex.split(args.slurm)]
         return ["sbatch", "--wait", *own, "scripts/train.sbatch", script, *words]
-    start = ["bash", script_path("scripts/train_on_nodes.sh"), str(folder / f"hosts_{run.nodes}")]
+    start = ["bash", errors.path_of("scripts/train_on_nodes.sh")]
+    start.append(str(folder / f"hosts_{run.nodes}"))
     return [*start, *([] if find else ["--fetch"]), *ssh_options(args), "--", script, *words]
-
-
-def script_path(name: str) -> str:
-    """The path of one of our scripts, short in the repository's root."""
-    return name if Path.cwd() == ROOT else str(ROOT / name)
 
 
 def ssh_options(args: Study) -> list[str]:
@@ -311,8 +307,8 @@ class Runner:
             (self.book / f"hosts_{nodes}").write_text("\n".join(lines[:nodes]) + "\n")
         for host in args.machines[: run.nodes] if args.sync else ():
             launcher.sync(args, host)
-        words = ["bash", script_path("scripts/doctor.sh"), str(self.book / f"hosts_{run.nodes}")]
-        words += [*ssh_options(args), "--data", run.data]
+        words = ["bash", errors.path_of("scripts/doctor.sh")]
+        words += [str(self.book / f"hosts_{run.nodes}"), *ssh_options(args), "--data", run.data]
         if not args.no_doctor and self.execute([words]) not in (0, 1):
             raise UserError(
                 "the nodes are not ready, see above: correct that and run the same command again "

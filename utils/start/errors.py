@@ -44,12 +44,17 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def typed(name: str) -> str:
-    """The path of a file of this repository, as it is to be typed in the current folder."""
+def path_of(name: str) -> str:
+    """The path of a file of this repository, short in its root."""
     with contextlib.suppress(OSError):  # the folder was deleted
         if Path.cwd() == ROOT:
             return name
-    return shlex.quote(str(ROOT / name))
+    return str(ROOT / name)
+
+
+def typed(name: str) -> str:
+    """`path_of`, as it is to be typed in the current folder."""
+    return shlex.quote(path_of(name))
 
 
 _ending = threading.RLock()  # never released
