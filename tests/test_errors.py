@@ -109,6 +109,12 @@ def test_an_empty_imagenet_dir_is_an_unset_one(parse, monkeypatch):
         parse("imagenet_nd")
 
 
+def test_a_file_as_data_is_not_called_missing(parse, tmp_path):
+    (tmp_path / "train.tar").write_bytes(b"")
+    with pytest.raises(UserError, match=r"train\.tar is a file: DATA is the folder that"):
+        parse("imagenet_nd", tmp_path / "train.tar")
+
+
 def test_an_error_is_one_line(folder, tmp_path):
     attempt("--epoch", 1, folder).fails_with("--epoch: did you mean --epochs?")
     line = ("-n", 2, "-nr", 0, "--dist-url", f"tcp://127.0.0.1:{free_port()}")
