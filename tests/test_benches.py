@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 import time
+import weakref
 from argparse import Namespace
 from pathlib import Path
 from unittest.mock import Mock
@@ -18,11 +19,12 @@ import gpu_report
 import pytest
 import torch
 from batches import noise_index
-from bench import steps
+from bench import photographs, steps
 from conftest import python
 from gpu_report import Part
 from joined import Job, run_jobs
 from nodes import need
+from PIL import Image
 from preparing import put, tar_bytes
 from running import wait_for_group
 
@@ -212,6 +214,25 @@ def test_ratios_are_of_cpu_time_to_the_first_row_and_round_by_round(monkeypatch,
     _, *rows = cells(bench_input.compare(rows, args))
     ratios = [["1.00", "2.00"], ["0.40", "4.00"], ["0.50", "1.00"], ["0.10", "1.00"]]
     assert [row[-2:] for row in rows] == ratios
+
+
+def test_photographs_are_not_in_memory_together(monkeypatch, tmp_path):
+    """One while the next is opened."""
+    paths = [tmp_path / f"{name}.jpg" for name in "abcd"]
+    for path in paths:
+        Image.new("RGB", (800, 600)).save(path)
+    convert, alive = Image.Image.convert, []
+
+    def watched(image, *mode):
+        alive.append(weakref.ref(made := convert(image, *mode)))
+        assert sum(one() is not None for one in alive) <= 2
+        return made
+
+    monkeypatch.setattr(Image.Image, "convert", watched)
+    made = photographs.make(tmp_path, paths, images=12)
+    assert len(alive) == len(paths)
+    names = sorted(str(path.relative_to(made)) for path in made.rglob("*.JPEG"))
+    assert names == sorted(f"train/class_{i % 10}/{i:05}.JPEG" for i in range(12))
 
 
 def test_tar_files_are_refused_before_they_are_copied(monkeypatch, tmp_path):

@@ -41,24 +41,32 @@ def make(cache: Path, photographs: list[Path], images: int, seed: int = 0) -> Pa
         return root
     part = cache / f".{root.name}.part"
     shutil.rmtree(part, ignore_errors=True)
-    opened = [Image.open(path).convert("RGB") for path in photographs]
-    for number in range(images):
-        file = part / f"train/class_{number % CLASSES}/{number:05}.JPEG"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        draw = random.Random(seed << 32 | number)
-        photograph, shape = draw.choice(opened), draw.choice(SHAPES)
-        # Take the most detailed of several crops: wallpapers have more sky and blur than ImageNet.
-        crops = [_crop(photograph, shape, draw) for _ in range(CANDIDATES)]
-        image = max(crops, key=lambda crop: len(_jpeg(crop, 75)))
-        target_bytes = draw.uniform(*KILOBYTES) * 1000
-        for quality in (75, 85, 90, 93, 95, 96, 97, 98):
-            data = _jpeg(image, quality)
-            if len(data) >= target_bytes:
-                break
-        file.write_bytes(data)
+    draws = [random.Random(seed << 32 | number) for number in range(images)]
+    numbers: dict[Path, list[int]] = {}  # of the images of each photograph
+    for number, draw in enumerate(draws):
+        numbers.setdefault(draw.choice(photographs), []).append(number)
+    for path in numbers:
+        photograph = Image.open(path).convert("RGB")  # all together may not fit into memory
+        for number in numbers[path]:
+            file = part / f"train/class_{number % CLASSES}/{number:05}.JPEG"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(_image(photograph, draws[number]))
     (part / "recipe.json").write_text(text)
     os.replace(part, root)
     return root
+
+
+def _image(photograph: Image.Image, draw: random.Random) -> bytes:
+    shape = draw.choice(SHAPES)
+    # Take the most detailed of several crops: wallpapers have more sky and blur than ImageNet.
+    crops = [_crop(photograph, shape, draw) for _ in range(CANDIDATES)]
+    image = max(crops, key=lambda crop: len(_jpeg(crop, 75)))
+    target_bytes, data = draw.uniform(*KILOBYTES) * 1000, b""
+    for quality in (75, 85, 90, 93, 95, 96, 97, 98):
+        data = _jpeg(image, quality)
+        if len(data) >= target_bytes:
+            break
+    return data
 
 
 def _crop(photograph: Image.Image, shape: tuple[int, int], draw: random.Random) -> Image.Image:
