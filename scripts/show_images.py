@@ -35,11 +35,12 @@ from utils.data.batches import Batches
 from utils.data.images import decode
 from utils.data.loaders import Loaders, build_loaders
 from utils.data.samplers import Batch
+from utils.run import store
 from utils.run.console import Console
 from utils.run.run_directory import checkpoint_file
 from utils.start.atomic import read_checkpoint
 from utils.start.errors import UserError, exit_with, printable
-from utils.start.option_types import Options, Parser, count, list_of, place, positive
+from utils.start.option_types import Options, Parser, count, is_url, list_of, place, positive
 from utils.start.world import World
 
 BOX = "#ff2020"
@@ -128,6 +129,8 @@ def draw(args: PictureOptions) -> tuple[Image.Image, str, Loaders]:
 
     world = Rank0(torch.device("cpu"))
     Console(None, world)  # shows warnings, such as unreadable images
+    if is_url(args.resume):
+        args = args.replaced(resume=str(store.fetch(args.resume, None)))
     args = loop.with_checkpoint_sizes(args, world).replaced(workers=0)
     loaders, epoch, step = build_loaders(args, world, torch.float32), args.start_epoch or 0, 0
     train, path = loaders.train, checkpoint_file(args)

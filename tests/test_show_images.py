@@ -166,14 +166,17 @@ def test_how_many_images_are_drawn(monkeypatch, capsys, tmp_path, folder, words,
     assert f": {shown} of epoch 0, step 0" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("step", "begins"), [(6, "epoch 1, step 0"), (5, "epoch 0, step 5")])
+@pytest.mark.parametrize(
+    ("step", "url", "begins"),
+    [(6, "", "epoch 1, step 0"), (5, "", "epoch 0, step 5"), (5, "file://", "epoch 0, step 5")],
+)
 def test_after_the_last_step_comes_the_next_epoch(
-    monkeypatch, capsys, tmp_path, folder, step, begins
+    monkeypatch, capsys, tmp_path, folder, step, url, begins
 ):
     """Of a training that was stopped in the evaluation, and of one that was stopped before."""
     progress = {"epoch": 0, "step": step, "global_batch": 10}
     torch.save({"progress": progress}, tmp_path / "snapshot.pt")
-    words = ("--resume", tmp_path / "snapshot.pt", "-b", 10, "--image-size", SIZE)
+    words = ("--resume", f"{url}{tmp_path / 'snapshot.pt'}", "-b", 10, "--image-size", SIZE)
     words += ("--out", tmp_path / "shown.png", folder)
     monkeypatch.setattr(sys, "argv", ["show_images.py", *map(str, words)])
     assert show_images.main() == 0
