@@ -59,7 +59,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     text = "also write the comparison's section into this file (default: %(const)s)"
     results_file = Path("RESULTS.md")
     add("--results", nargs="?", type=place, const=results_file, metavar="FILE", help=text)
-    return parser.parse_args(argv)
+    return parser.parse_intermixed_args(argv)
 
 
 def _formats(text: str) -> list[str]:

@@ -61,7 +61,7 @@ def parser() -> ArgumentParser:
 
 
 if __name__ == "__main__":
-    parser().parse_args()  # before torch is imported
+    parser().parse_intermixed_args()  # before torch is imported
     launch.print_first_line()
 
 from compare import page
@@ -91,7 +91,7 @@ class ResultOptions(Options):
 
 
 def main() -> int:
-    own = parser().parse_args()
+    own = parser().parse_intermixed_args()
     second = own.places[1:2]
     is_second_run = any(place.is_file() or (place / BEST).is_file() for place in second)
     runs, rest = own.places[: 1 + is_second_run], own.places[1 + is_second_run :]

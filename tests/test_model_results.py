@@ -123,7 +123,7 @@ def test_some_of_the_classes_and_two_runs(place, tmp_path):
     assert first == second
     assert len(first) == 14
     assert {row["predicted"] for row in first} <= {"class_1", "class_2"}
-    line = f"python {ROOT}/scripts/model_results.py run {subset} --all-classes --out {tmp_path}"
+    line = f"python {ROOT}/scripts/model_results.py run --all-classes {subset} --out {tmp_path}"
     assert shell(f"cd {place} && {line}")[0].code == 0
     page = html.unescape((tmp_path / "results_subset.html").read_text())
     assert f"<pre>{line}</pre>" in page, "as it is typed in that folder"
