@@ -251,6 +251,10 @@ def test_a_table_that_contradicts_itself(tmp_path):
     table.write_bytes((data / "labels.csv").read_bytes() + b"\na_00,xb")
     before, message = tree(data), fail("split", data, "--val", 0.2, "--labels", table)
     assert f"{table} names an image twice, with different classes" in message
+    rows = [f"{name},{x},{1 - x}.0" for x in (0, 1) for name in (f"a_{x:02}", f"b_{x:02}.jpg")]
+    table.write_text("\n".join(["image,MEL,NV", *rows]))
+    message = fail("split", data, "--val", 0.2, "--labels", table)
+    assert f"{table} has a column for each class (MEL, NV): write" in message
     assert tree(data) == before
     table.write_text(f'a_00,"{"x" * 150_000}\n')  # a quotation mark that is never closed
     message = fail("split", data, "--val", 0.2, "--labels", table)

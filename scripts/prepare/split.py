@@ -203,6 +203,10 @@ def _labelled(data: Path, table: Path, known: dict[str, str]) -> dict[str, str]:
         for key in (Path(name).name, Path(name).stem):
             files[key] = name if files.get(key, name) == name else ""
     files |= {name: name for name in images}
+    if _is_one_hot(rows):
+        names = ", ".join(name.strip() for name in rows[0][1:])
+        text = f"{table} has a column for each class ({names:.200}): write a table of two columns"
+        raise UserError(f"{text}, name and class, and give it with --labels")
     column, places, missing = 1, {}, 0
     for number, row in enumerate(rows):
         if not row:
@@ -230,6 +234,15 @@ def _labelled(data: Path, table: Path, known: dict[str, str]) -> dict[str, str]:
     if len(set(places.values())) < len(places):
         raise UserError(f"{table} names an image twice, with different classes")
     return places
+
+
+def _is_one_hot(rows: list[list[str]]) -> bool:
+    """Whether every row but the first marks one of several columns with 1, the others with 0."""
+    try:
+        marks = [sorted(map(float, row[1:])) for row in rows[1:] if row]
+    except ValueError:
+        return False
+    return bool(marks) and all(len(x) > 1 and x == [0.0] * (len(x) - 1) + [1.0] for x in marks)
 
 
 def _any_hidden(name: str) -> bool:
