@@ -366,3 +366,6 @@ def test_the_last_line_says_how_to_continue(folder, tmp_path):
     assert re.search("resumed from .*: epoch 1, step 1$", out, re.MULTILINE)
     (run,) = (tmp_path / "my runs").iterdir()
     assert summary(run)["finished_because"] == "epochs"
+    line = (*line, "--name", "new", "--train-time", "1e-9", "--resume", run / "best.pt", folder)
+    out = train("imagenet_nd.py", *line, "--start-epoch", "0").out
+    assert out.endswith("the same command with --resume auto and without --start-epoch\n")

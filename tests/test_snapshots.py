@@ -321,6 +321,14 @@ def test_a_run_that_ends_before_its_first_snapshot_begins_again_as_it_did(
     assert done.code == 0 and said in done.out, done
 
 
+def test_a_run_without_a_name_has_nothing_to_resume_before_its_first_snapshot(tmp_path, folder):
+    line = (*LINE[:-2], "--output-dir", tmp_path, folder)
+    done = command("imagenet_nd", *line, BEFORE=CRASH)
+    (run,) = tmp_path.iterdir()
+    missing = f"--resume {run}/{SNAPSHOT} (unchanged while {run}/{SNAPSHOT} is missing)"
+    done.fails_with(f"run the same command with {missing}")
+
+
 @pytest.fixture
 def disk(tmp_path):
     with small_disk(tmp_path) as place:

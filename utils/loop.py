@@ -93,7 +93,7 @@ def begin(session: Session) -> Training:
     opening = comparison.opening(run.options | facts)
     folder = run.begin_training(state.epoch, state.epoch + state.step / steps, facts, opening)
     report.start(session, folder.path)
-    writer = SnapshotWriter(folder.path, folder.tell_written) if world.is_main else None
+    writer = SnapshotWriter(folder.path, run.tell_written) if world.is_main else None
     training = Training(
         **vars(session),
         folder=folder.path,

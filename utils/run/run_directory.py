@@ -81,13 +81,14 @@ def choose(args: Options, world: World, mode: str) -> Path | None:
 def _changes(args: Options, folder: Path) -> str:
     """What to change in the command line of a training in ``folder`` to continue it; "" if nothing.
 
-    With --start-epoch it would go back to that epoch. A run that begins from another file has no
-    snapshot at first.
+    With --start-epoch it would go back to that epoch. A run has no snapshot at first; one with a
+    --name begins with --resume auto, too, unless it begins from another file.
     """
     source = "auto" if args.name else shlex.quote(str(folder / SNAPSHOT))
     changes = [] if args.resume == "auto" else [f"with --resume {source}"]
     changes += [] if args.start_epoch is None else ["without --start-epoch"]
-    begins = args.resume not in (None, "auto") and not (folder / SNAPSHOT).exists()
+    needed = not args.name or args.resume not in (None, "auto")
+    begins = needed and not (folder / SNAPSHOT).exists()
     until = f" (unchanged while {folder / SNAPSHOT} is missing)" if begins else ""
     return " and ".join(changes) + until
 
@@ -252,7 +253,7 @@ class Run:
         if path is not None:
             if is_training(args):
                 lock = Lock(path, restarts)  # rank 0 acquires it
-                errors.how_to_continue = f"run the same command {_changes(args, path) or 'again'}"
+                self._say_how_to_continue(path)
             folder = self.folder = RunFolder(path, lock, missing)
             # Poll the lock: in each broadcast, other ranks wait at most --dist-timeout.
             while not self._in_rank0(folder.make):
@@ -267,6 +268,15 @@ class Run:
             log.info(f"note: CUDA_VISIBLE_DEVICES hides {unused}: training uses the CPU")
         if lock is not None and lock.note:
             log.info(lock.note)
+
+    def _say_how_to_continue(self, folder: Path) -> None:
+        errors.how_to_continue = f"run the same command {_changes(self.args, folder) or 'again'}"
+
+    def tell_written(self, path: Path) -> None:
+        """A file of the directory was written, by `SnapshotWriter`."""
+        if self.folder is not None:
+            self._say_how_to_continue(self.folder.path)
+            self.folder.tell_written(path)
 
     def _in_rank0(self, compute: Callable[[], T]) -> T:
         """`broadcast_from_rank0`. Raises: `UserError`, also for a failed write."""
