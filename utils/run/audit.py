@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from utils.data.samplers import checksum, epoch_order
+from utils.start import errors
 from utils.start.errors import UserError
 
 FILE = "audit.jsonl"
@@ -116,8 +117,8 @@ def check_equal(checksums: list[str], epoch: int, step: int) -> None:
         what = "the weights differ between ranks"
     raise UserError(
         f"{what} before step {step + 1} of epoch {epoch + 1}: a GPU, its memory or a link is "
-        "faulty, or the model changes its weights by itself. The last snapshot is older: check "
-        "that machine, then resume on others",
+        "faulty, or the model changes its weights by itself. A snapshot, if there is one, is "
+        f"older: check that machine, then, on others, {errors.how_to_continue}",
         on_every_rank=True,
     )
 
