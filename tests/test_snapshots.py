@@ -294,7 +294,8 @@ def test_a_snapshot_of_another_run_does_not_overwrite_that_of_a_run(run, tmp_pat
     folder, again = run
     shutil.copytree(folder, tmp_path / "other")
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    again(tmp_path / "other" / SNAPSHOT).fails_with(folder, "of its own", "use --resume auto, or")
+    for source in (tmp_path / "other" / SNAPSHOT, f"file://{tmp_path}/other"):
+        again(source).fails_with(folder, "of its own", "use --resume auto, or")
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 

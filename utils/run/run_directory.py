@@ -311,6 +311,8 @@ class Run:
         if is_url(args.resume):
             from utils.run import store
 
+            if own is not None and not store.is_copy(args.resume, args.store, own.path):
+                self._check_overwriting(own, args.resume)
             path = store.fetch(args.resume, self.folder.path if self.folder else None)
         else:
             if own is not None and args.resume == "auto":
@@ -331,15 +333,21 @@ class Run:
                 "FILE with another --name"
             )
         if own is not None and "progress" in content and not is_url(args.resume):
-            if not is_own and args.start_epoch is None and latest(own.path):
-                raise UserError(
-                    f"{own.path} has a snapshot of its own, and continuing from {source} would "
-                    "overwrite it: use --resume auto, or another --name"
-                )
+            if not is_own:
+                self._check_overwriting(own, source)
             best, kept = path.with_name(BEST), own.path / BEST
             if best.is_file() and not kept.exists():  # perhaps no later epoch is better
                 link_atomically(best, kept)
         return source, content
+
+    def _check_overwriting(self, own: RunFolder, source: Path | str) -> None:
+        """Raise `UserError` if the snapshot of another run would overwrite that of this one."""
+        if self.args.start_epoch is None and latest(own.path):
+            use = "auto" if self.args.name else shlex.quote(str(own.path / SNAPSHOT))
+            raise UserError(
+                f"{own.path} has a snapshot of its own, and continuing from {source} would "
+                f"overwrite it: use --resume {use}, or another --name"
+            )
 
     def begin_training(
         self, epoch: int, position: float, facts: dict[str, Any], opening: Iterable[Summary]

@@ -90,6 +90,12 @@ def run_name(url: str, mark: str) -> str | None:
     return folder.rpartition("/")[2] if mark in names else None
 
 
+def is_copy(url: str, store: str | None, folder: Path) -> bool:
+    """Whether ``url`` is the copy that --store makes of the run in ``folder``, or its snapshot."""
+    copy = store and f"{store.rstrip('/')}/{folder.name}"
+    return copy in (url.rstrip("/"), url.rpartition("/")[0])
+
+
 def fetch(url: str, folder: Path | None) -> Path:
     """Download ``url`` to a file in ``folder`` that is removed when this process ends.
 
