@@ -191,10 +191,11 @@ def test_signals_end_in_snapshots_and_change_nothing(place):
 
 
 def test_another_start_epoch_trains_from_there(place):
-    """Its points are drawn again."""
+    """Its points are drawn again, and its figures are not those of the epochs before."""
     run = shutil.copytree(place.root / "half", place.root / "anew")
     place.finish("anew", *ONE, "--start-epoch", "0")
     assert resumed_at(run) == ["epoch 1, step 0"]
+    assert [one["epoch"] for one in snapshot(run)["progress"]["history"]] == [1, 2]
     curves = scalars(run)
     assert [x for x, _ in curves["Loss/val"]] == [1, 2]
     losses = [y for _, y in curves["Step/loss"]]

@@ -66,6 +66,7 @@ def resume(session: Session) -> None:
         state.sums = None  # they cover all ranks: only one rank may add them again
     if args.start_epoch is not None and not args.evaluate:
         state.epoch, state.step, state.sums, state.printed = args.start_epoch, 0, None, None
+        state.history = [one for one in state.history if one["epoch"] <= state.epoch]
     preprocessing, source = args.preprocessing, "the pretrained weights"
     if state.preprocessing is not None:
         preprocessing, source = _with_given_sizes(args, state.preprocessing, run.source), run.source
