@@ -13,16 +13,18 @@ from types import SimpleNamespace
 
 import doctor
 import pytest
+import torch
 from checks import node as one_node
 from checks import together
-from checks.findings import ERROR, WARNING
-from conftest import ROOT, TIMEOUT, Result, shell
+from checks.findings import ERROR, OK, WARNING
+from conftest import ROOT, TIMEOUT, Result, draw_folder, shell
 from nodes import Node, Nodes, need, type_on_each
 from running import free_port
 from test_gpus import T4, simulate
 
 from utils.data.opening import class_folders, open_source
 from utils.start.cores import usable_cores
+from utils.start.world import World
 
 PORT = 8888
 OPTIONS = ("--batch-size", "16", "--image-size", "32", "--wait", str(TIMEOUT))
@@ -189,14 +191,40 @@ def test_what_a_gpu_trains_and_the_disk_that_a_run_needs(monkeypatch):
 def test_the_speeds_of_a_node_are_those_of_all_its_cores(monkeypatch, folder):
     """By simulated clocks: 60 files are read in 2 s, 64 images take 2 s of one core."""
     source = open_source(folder / "train", class_folders(folder / "train"))
-    decode = functools.partial(one_node.decode_speed, size=32)
+    decode = functools.partial(one_node.decode_speed, size=32, unreadable={})
     for clock, measure, speed in (
-        ("perf_counter", functools.partial(one_node.read_speed, unreadable=[]), 30),
+        ("perf_counter", functools.partial(one_node.read_speed, unreadable={}), 30),
         ("process_time", decode, 32 * usable_cores()),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(one_node.time, clock, itertools.count(0, 2).__next__)
             assert measure(source) == speed
+
+
+def test_the_parts_of_a_data_set(tmp_path):
+    """Images that cannot be decoded are named, and no part of the speed. Training opens DATA/test,
+    too, on all nodes."""
+    data = draw_folder(tmp_path, train=3, val=1)
+    shutil.copytree(data / "val", data / "test")
+    damaged, sources = sorted((data / "train").glob("*/*")), {}
+    for path in damaged:
+        path.write_bytes(b"x")
+    args = argparse.Namespace(rank=0, data=str(data), image_size=32)
+    *speeds, found = one_node.check_data(args, 0.1, sources)
+    assert [one.level for one in speeds] == [OK, WARNING] and "decodes 0 images" in speeds[1].text
+    text = ": 9 of the image files that were tried cannot be read, such as "
+    assert found.level == WARNING and found.text.startswith(f"{text}{damaged[0]} (")
+    nodes = [together.Report(name, [], {}, [], 0.0, None, [*sources]) for name in "ab"]
+    world = World(torch.device("cpu"))
+    assert [one.level for one in together.compare_data(sources, nodes, world)] == 3 * [OK]
+    nodes[1].parts.remove("test")
+    *others, found = together.compare_data(sources, nodes, world)
+    assert [one.level for one in others] == 2 * [OK]
+    assert (found.level, found.text) == (ERROR, "DATA/test is missing on b")
+    (data / "test/class_2").rename(data / "test/other")
+    (found,) = one_node.check_data(args, 0, sources)
+    text = f": {data}/train and {data}/test have different classes: only train has class_2"
+    assert found.level == ERROR and found.text.startswith(text) and not sources
 
 
 @pytest.mark.parametrize(
@@ -229,7 +257,7 @@ def test_a_node_feeds_all_its_gpus(monkeypatch, folder):
 def test_another_nccl_is_an_error_where_it_is_used(gpus, level):
     facts = dict.fromkeys(together.COMPARED, "1")
     nodes = [
-        together.Report(name, gpus, facts | {"NCCL": name}, [], 0.0, None, True) for name in "ab"
+        together.Report(name, gpus, facts | {"NCCL": name}, [], 0.0, None, []) for name in "ab"
     ]
     (found,) = together.compare_facts(nodes)
     assert (found.level, found.text[:12]) == (level, "NCCL differs")

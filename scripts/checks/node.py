@@ -17,8 +17,8 @@ from checks.findings import ERROR, OK, WARNING, Finding
 from torchvision.models import get_model_weights
 
 from utils.data.images import ImageBatches
-from utils.data.opening import check_same_classes, class_folders, open_source
-from utils.data.samplers import Batch
+from utils.data.opening import check_same_classes, class_folders, has_classes, open_source
+from utils.data.samplers import UNREADABLE, Batch
 from utils.data.sources import Source
 from utils.start import gpu_check, preflight
 from utils.start.cores import usable_cores
@@ -74,21 +74,23 @@ def check_data(
     root = Path(args.data)
     try:
         classes = class_folders(root / "train")
-        check_same_classes(root, "val", classes, subset=False)
-        for part in ("val", "train"):
+        parts = ["val", *["test"] * has_classes(root / "test")]
+        for part in parts:
+            check_same_classes(root, part, classes, subset=False)
+        for part in (*parts, "train"):
             sources[part] = open_source(root / part, classes, shows=args.rank == 0)
     except UserError as error:
         sources.clear()
         yield Finding(ERROR, f": {error}")
         return
-    unreadable: list[str] = []
+    unreadable: dict[str, str] = {}
     for verb, rate, remedy in (
         (
             "reads",
             read_speed(sources["train"], unreadable),
             "a local disk or prepare_data.py shards",
         ),
-        ("decodes", decode_speed(sources["train"], args.image_size), "more cores"),
+        ("decodes", decode_speed(sources["train"], args.image_size, unreadable), "more cores"),
     ):
         if rate >= needed:
             yield Finding(OK, f" {verb} {rate:.0f} images/s")
@@ -99,7 +101,8 @@ def check_data(
     if unreadable:
         text = f": {len(unreadable)} of the image files that were tried cannot be read, such as "
         why = "training shows other images in their place, and ends after --max-bad-files of them"
-        yield Finding(WARNING, text + min(unreadable), why)
+        path, reason = min(unreadable.items())
+        yield Finding(WARNING, f"{text}{path} ({reason})", why)
 
 
 def images_per_gpu(args: argparse.Namespace, gpus: list[str]) -> float | None:
@@ -116,8 +119,8 @@ def images_per_gpu(args: argparse.Namespace, gpus: list[str]) -> float | None:
     return None
 
 
-def read_speed(source: Source, unreadable: list[str]) -> float:
-    """Return files/s, read at random by one thread per core, not from the page cache. Appends the
+def read_speed(source: Source, unreadable: dict[str, str]) -> float:
+    """Return files/s, read at random by one thread per core, not from the page cache. Adds the
     files that cannot be read to ``unreadable``, with the reason."""
 
     def read(image: int) -> None:
@@ -127,7 +130,7 @@ def read_speed(source: Source, unreadable: list[str]) -> float:
                 os.posix_fadvise(file.fileno(), place, size or 0, os.POSIX_FADV_DONTNEED)
                 file.readall() if size is None else os.pread(file.fileno(), size, place)
         except OSError as error:
-            unreadable.append(f"{path} ({error.strerror})")
+            unreadable[source.path(image)] = f"{error.strerror}"
 
     chosen = random.sample(range(len(source)), min(256, len(source)))
     with ThreadPoolExecutor(min(usable_cores(), 16)) as pool:
@@ -136,13 +139,16 @@ def read_speed(source: Source, unreadable: list[str]) -> float:
         return len(chosen) / (time.perf_counter() - began)
 
 
-def decode_speed(source: Source, size: int) -> float:
+def decode_speed(source: Source, size: int, unreadable: dict[str, str]) -> float:
     """Return the images/s that all cores decode and crop for training. It is measured on one core,
-    in CPU time, so that other programs do not count."""
+    in CPU time, so that other programs do not count. Adds files as `read_speed` does."""
     torch.set_num_threads(1)
     order = np.resize(np.random.default_rng().permutation(len(source)), 72)
     batches = ImageBatches(source, size, 0, train=True)
     batches.__getitems__(Batch(0, order[:8]))  # the first call loads libraries
     used = time.process_time()
-    batches.__getitems__(Batch(0, order[8:]))
-    return usable_cores() * 64 / (time.process_time() - used)
+    _, targets, reading = batches.__getitems__(Batch(0, order[8:]))
+    seconds = time.process_time() - used
+    for image, reason in reading.unreadable:
+        unreadable.setdefault(source.path(image), reason)
+    return usable_cores() * int((targets != UNREADABLE).sum()) / seconds

@@ -45,7 +45,7 @@ class Report:
     own: list[Finding]  # their texts are to follow the node's name
     now: float  # its clock, seconds
     need: float | None  # images/s that one of its GPUs trains
-    has_data: bool
+    parts: list[str]  # of its data set; none if it cannot be used
 
 
 def check_all(args: argparse.Namespace) -> list[Finding]:
@@ -64,15 +64,15 @@ def check_all(args: argparse.Namespace) -> list[Finding]:
     need = node.images_per_gpu(args, gpus)
     own += node.check_data(args, (need or 0) * max(1, len(gpus)), sources)
     name = f"node {args.rank} ({socket.gethostname()})"
-    report = Report(name, gpus, facts(interface, gpus), own, now, need, bool(sources))
+    report = Report(name, gpus, facts(interface, gpus), own, now, need, list(sources))
     nodes = gather(report, world)
     shown = ", ".join(nodes[0].gpus) or "none"
     findings = [Finding(OK, f"node 0 has torch {torch.__version__}, GPUs: {shown}")]
     for one in nodes:
         findings += [found._replace(text=one.name + found.text) for found in one.own]
     findings += [*compare_clocks(nodes), *compare_facts(nodes)]
-    if all(one.has_data for one in nodes):
-        findings += compare_data(sources, world)
+    if all(one.parts for one in nodes):
+        findings += compare_data(sources, nodes, world)
     if args.nodes > 1:
         names, needs = [one.name for one in nodes], [one.need for one in nodes]
         findings += network.check_network(args, names, needs, world)
@@ -123,9 +123,18 @@ def compare_facts(nodes: list[Report]) -> Iterator[Finding]:
             yield Finding(ERROR if is_error else WARNING, mismatch, why)
 
 
-def compare_data(sources: dict[str, Source], world: World) -> Iterator[Finding]:
+def compare_data(
+    sources: dict[str, Source], nodes: list[Report], world: World
+) -> Iterator[Finding]:
     """Find parts of the data set that are not the same on all nodes. Collective."""
-    for part in ("train", "val"):
+    for part in ("train", "val", "test"):
+        without = [one.name for one in nodes if part not in one.parts]
+        if len(without) == len(nodes):
+            continue
+        if without:
+            text = f"DATA/{part} is missing on {', '.join(without)}"
+            yield Finding(ERROR, text, "copy it there, or remove it from the other nodes")
+            continue
         try:
             preflight.compare_data(f"DATA/{part}", sources[part], world)
             yield Finding(OK, f"data: {part} {sources[part].fingerprint()}")
