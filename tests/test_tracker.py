@@ -2,12 +2,14 @@
 
 import importlib.util
 import json
+import re
 import signal
 import struct
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import event_files
 import pytest
@@ -15,6 +17,7 @@ from conftest import python, scalars, summary, train
 from joined import start
 from running import assert_same_weights
 
+from utils.run.tracker import Tracker
 from utils.start.errors import INTERRUPTED, UserError
 
 LINE = ("-a", "tiny_full", "-b", "10", "--epochs", "2", "-p", "1")
@@ -134,6 +137,22 @@ def test_a_tracker_that_fails_never_stops_training(folder, tmp_path):
     done = train("imagenet_nd.py", *words, **env)
     assert done.out.count("wandb cannot be used") == 1
     assert "all epochs done" in done.out
+
+
+@pytest.mark.parametrize(("epoch", "said"), [(None, False), (2, False), (1, True)])
+def test_points_that_are_trained_anew_are_not_sent_and_the_log_says_so(
+    tmp_path, logged, monkeypatch, epoch, said
+):
+    """A curve of Weights & Biases only grows."""
+    package = mock.MagicMock()
+    package.init.return_value.offline = False
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    event_files.write(tmp_path, {1: {"Top1/val": 5.0}, 2000: {"Step/loss": 1.0}, 3: {"Lr": 0.1}})
+    (tmp_path / "wandb.id").write_text("0123")
+    sink = Tracker(tmp_path, {"start_epoch": epoch}, {})
+    sink.close()
+    known = f"keeps the points that it has of this run, up to epoch 2: .* {tmp_path}/wandb.id"
+    assert [bool(re.search(known, text)) for text in logged].count(True) == said
 
 
 def test_a_missing_package_is_one_line(folder, parse, monkeypatch):

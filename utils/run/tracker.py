@@ -74,6 +74,14 @@ class Tracker(Sink):
             # again.
             early = (one for one in events if one.wall_time < events[-1].wall_time - LAG)
             self.sent |= {value.tag: one.step for one in early for value in one.summary.value}
+        reached = max((_epoch(tag, x) for tag, x in self.sent.items()), default=0.0)
+        begins = options.get("start_epoch")
+        if begins is not None and begins < reached:
+            log.info(
+                f"note: wandb keeps the points that it has of this run, up to epoch {reached:g}: "
+                "those that --start-epoch trains anew are not sent again. For a run of its own "
+                f"there, use another --name, or remove {file} first"
+            )
         if not file.exists():
             file.write_text(secrets.token_hex(4))
         self.opened = wandb.init(
@@ -100,7 +108,7 @@ class Tracker(Sink):
     def scalars(self, tags: Mapping[str, float], x: int) -> None:
         """Send the points that wandb does not have yet."""
         new = {tag: value for tag, value in tags.items() if x > self.sent.get(tag, -1)}
-        at = {X: x / 1000 if next(iter(new), "").startswith(STEP_TAGS) else x}
+        at = {X: _epoch(next(iter(new), ""), x)}
         if self.wandb is not None and new:
             self._try(lambda: self.wandb.log(new | at))
 
@@ -143,6 +151,11 @@ class Tracker(Sink):
             log.info(f"to send this run to Weights & Biases: wandb sync {names}")
         else:
             log.info(f"curves at {opened.url}")
+
+
+def _epoch(tag: str, x: int) -> float:
+    """The place of a tag's point ``x`` on the axis of all curves."""
+    return x / 1000 if tag.startswith(STEP_TAGS) else x
 
 
 def _unsent(session: Path) -> bool:
