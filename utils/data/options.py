@@ -48,8 +48,8 @@ def add_options(parser: types.Parser) -> None:
 
     add = parser.group("evaluation").add_argument
     text = (
-        "short side of a validation image before the centre crop, pixels; default: image size x "
-        "256/224, or that of the checkpoint or the weights. Larger values crop more of the borders"
+        "short side of a validation image before the centre crop, pixels; default: the crop's side "
+        "x 256/224, or as for the checkpoint or the weights. Larger values crop more of the borders"
     )
     add("--val-resize-size", type=types.pixels, metavar="PX", help=text)
     text = (
