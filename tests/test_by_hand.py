@@ -178,7 +178,7 @@ def test_a_process_joins_by_its_own_device_threads_interface_and_limit(clean, no
     ("visible", "error", "words"),
     [
         (1, None, "2 processes on this node, but it has only 1 GPUs"),
-        (0, None, "--sync-bn needs GPUs"),
+        (0, None, "--sync-bn needs GPUs: leave it out"),
         (0, RuntimeError("EADDRINUSE"), "port 8 of b is taken by another program"),
         (0, RuntimeError("timed out\nin C++"), r"rank 1 could not.* b:8 within 9 s.*out\)$"),
     ],

@@ -208,8 +208,12 @@ def test_loaders_of_a_folder(folder, tmp_path, capsys):
     two = build(folder, "--classes", "2", *evaluate)
     assert (two.classes, two.train, len(two.val.sampler)) == (["class_0", "class_1"], None, 4)
     build(folder, "--accum-steps", "30")
-    with pytest.raises(UserError, match="60 training images are too few"):
-        build(folder, "--accum-steps", "31")
+    for line, remedy in (
+        ("--accum-steps 31", "fewer, or"),
+        ("--global-batch 31 -b 1", "larger -b"),
+    ):
+        with pytest.raises(UserError, match=f"60 training images are too few .*: .*{remedy}"):
+            build(folder, *line.split())
     with pytest.raises(UserError, match="has a multiple of 4 images"):
         build(folder, "-b", "5", "--mixup", "0.2", rank=1, size=2)
     (tmp_path / "val").symlink_to(folder / "val")  # without training images

@@ -135,7 +135,8 @@ def _contradictions(args: argparse.Namespace, local: bool) -> Iterator[str]:
             text = f"--resume read {args.resume} as its FILE; use {use}"
         yield f"data folder {args.data} is missing: {text}"
     if args.warmup_epochs and args.warmup_epochs > args.epochs:
-        yield f"--warmup-epochs {args.warmup_epochs:g} is longer than --epochs {args.epochs}"
+        text = f"--warmup-epochs {args.warmup_epochs:g} is longer than --epochs {args.epochs}"
+        yield f"{text}: give fewer (a --recipe may set them)"
     if args.evaluate and not (args.resume or args.pretrained):
         text = "add --resume runs/NAME/best.pt, or --name NAME --resume auto, or --pretrained"
         yield f"--evaluate needs a trained model: {text}"

@@ -124,9 +124,11 @@ def _train_batches(source: Source, args: Options, world: World, dtype: torch.dty
     processes = world.data_parallel_size
     total, accum = step_shape(args, processes, len(source))
     if len(source) < 2 * processes * accum:
+        is_split = args.global_batch and accum > 1
+        remedy = "give a larger -b" if is_split else "use fewer, or more images"
         raise UserError(
             f"{len(source)} training images are too few for {processes} processes x "
-            f"{accum} accumulation steps (at least 2 for each)",
+            f"{accum} accumulation steps (at least 2 for each): {remedy}",
             on_every_rank=True,
         )
     if total < processes * accum:

@@ -213,7 +213,7 @@ def _join(args: Options) -> World:
         choose_kernels(device)
     else:
         if args.sync_bn:
-            text = "--sync-bn needs GPUs: torch has no SyncBatchNorm for the CPU"
+            text = "--sync-bn needs GPUs: leave it out (torch has no SyncBatchNorm for the CPU)"
             raise UserError(text, on_every_rank=True)
         if "OMP_NUM_THREADS" not in os.environ:  # by default each process would use all cores
             torch.set_num_threads(max(1, usable_cores() // local_size))
