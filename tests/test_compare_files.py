@@ -137,6 +137,18 @@ def test_the_page_in_a_browser(hal):
         assert not page.errors
         loaded = [url for url in page.requests if not url.startswith(("data:", "blob:"))]
         assert loaded == [(hal / "my #1" / "compare.html").as_uri()]
+        # On a telephone no title is cut off.
+        page.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=320,
+            height=600,
+            deviceScaleFactor=1,
+            mobile=True,
+        )
+        page.call("Page.reload")
+        titles = "[...document.querySelectorAll('.chart .annotation-text')]"
+        until(f"{titles}.some(t => t.textContent.includes('images/s, all processes'))")
+        assert page.run(f"{titles}.every(t => t.getBoundingClientRect().right <= 304)")
 
 
 def test_without_plotly_one_line_says_how_to_get_it(tmp_path, monkeypatch):
