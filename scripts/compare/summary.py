@@ -252,6 +252,8 @@ def _speeds(group: list[Run], base: Run) -> list[str]:
         fastest = max(ratios, key=lambda run: ratios[run])
         ratios = {fastest: ratios[fastest]}
         who = f"The fastest run, {fastest.label},"
+        if ratios[fastest] < 1:
+            who = f"No run was faster than {base.label}; the next, {fastest.label},"
     times, scaling = _join(f"{one:.2f}" for one in ratios.values()), ""
     more_gpus = [run for run in ratios if run.facts.get("gpus") != base.facts.get("gpus")]
     shares = [share(efficiency) for run in more_gpus if (efficiency := run.efficiency)]
