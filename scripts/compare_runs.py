@@ -28,7 +28,7 @@ launch.prepare()  # before torch is imported, which takes seconds
 from compare import page, palette, pictures, runs, table
 from compare.comparison import MANY, Comparison, origin
 
-from utils.data import layouts
+from utils.start import errors
 from utils.start.errors import UserError, exit_with
 from utils.start.option_types import DocstringFormatter, Parser, accuracy, number, place, positive
 
@@ -116,7 +116,7 @@ def beside(path: Path) -> Path:
 def main(argv: list[str] | None = None) -> int:
     """Compare the runs that ``argv`` names. Raises: `UserError`, OSError."""
     argv = sys.argv[1:] if argv is None else argv
-    args, command = parse(argv), layouts.command("compare_runs.py", *argv)
+    args, command = parse(argv), errors.command("compare_runs.py", *argv)
     comparison, out = compare(args), args.out or beside(args.runs[0])
     notes = [f"- {note}" for note in comparison.notes]
     width = shutil.get_terminal_size().columns  # 80 in a pipe, as for --help

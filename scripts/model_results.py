@@ -70,11 +70,12 @@ from results.predictions import Best, Predictions
 
 import imagenet_ddp
 from utils import options
-from utils.data import layouts, wordnet
+from utils.data import wordnet
 from utils.data.opening import has_classes
 from utils.run.console import Console
 from utils.run.run_directory import OPTIONS
 from utils.run.snapshots import BEST
+from utils.start import errors
 from utils.start.errors import UserError, printable
 from utils.start.world import World, process_group
 
@@ -209,7 +210,7 @@ def write(args: ResultOptions, best: list[Best], results: list[Predictions], wor
         figures=figures,
         name_of=names.get,
         all_classes=args.all_classes,
-        command=printable(layouts.command("model_results.py", *sys.argv[1:])),
+        command=printable(errors.command("model_results.py", *sys.argv[1:])),
     )
     file.write_text(html, encoding="utf-8")
     print(f"page: {file}")

@@ -10,6 +10,7 @@ from utils.data import layouts, region_decode
 from utils.model import optim
 from utils.monitor import PARTS, StepTimes
 from utils.session import Session
+from utils.start import errors
 from utils.start.cores import usable_cores
 from utils.start.option_types import Options
 
@@ -105,7 +106,7 @@ def _faster_input(session: Session) -> list[str]:
                 f"{_copy('shards', data, 'shards')}, then train on that"
             )
     elif is_jpeg and not region_decode.has_library():
-        command = layouts.command("build_region_decode.py")
+        command = errors.command("build_region_decode.py")
         advice.append(f"faster decoding, on each node: {command}")
     if session.args.workers < cores:
         advice.append(f"more workers: -j {cores} on this node")
@@ -116,4 +117,4 @@ def _faster_input(session: Session) -> list[str]:
 
 def _copy(action: str, data: Path, ending: str) -> str:
     """The command that makes another copy of ``data``, beside it."""
-    return layouts.command("prepare_data.py", action, data, layouts.beside(data, ending))
+    return errors.command("prepare_data.py", action, data, layouts.beside(data, ending))

@@ -15,7 +15,7 @@ from typing import Any
 import utils.data.options
 import utils.model.options
 import utils.run.options
-from utils.data import layouts, opening, preprocessing, progressive
+from utils.data import opening, preprocessing, progressive
 from utils.run import recipes
 from utils.start import errors, launch
 from utils.start import option_types as types
@@ -128,7 +128,7 @@ def _contradictions(args: argparse.Namespace, local: bool) -> Iterator[str]:
         holds = "DATA is the folder that holds train and val, or their tar files"
         yield f"{args.data} is a file: {holds}"
     if local and not args.dummy and not os.path.isdir(args.data):
-        sample = layouts.command("prepare_data.py", "sample", "data/sample")
+        sample = errors.command("prepare_data.py", "sample", "data/sample")
         text = f"give DATA, or make a sample: {sample}"
         if _is_folder(args.resume):
             use = shlex.join(["--resume", "auto", args.resume])

@@ -27,6 +27,7 @@ from utils.data import layouts
 from utils.data.folder import class_names, list_class
 from utils.data.opening import FOLDER, source_kind
 from utils.data.sources import SUFFIXES, is_hidden
+from utils.start import errors
 from utils.start.atomic import remove_leftovers, save_atomically
 from utils.start.errors import UserError, printable
 
@@ -104,7 +105,7 @@ def _split(data: Path, args: argparse.Namespace) -> None:
         (data / MARKER).unlink(missing_ok=True)
     numbers = ", ".join(f"{part} {count} images" for part, count in counts.items())
     if any(wanted.values()):
-        undo = layouts.command("prepare_data.py", "split", data, "--undo")
+        undo = errors.command("prepare_data.py", "split", data, "--undo")
         numbers += f"; `{undo}` moves them back"
     print(f"{data}: {numbers}")
     if left := _not_images(data):
@@ -180,7 +181,7 @@ def _check_labels(data: Path, marker: dict[str, Any], table: Path | None) -> Non
         table = Path(first)
     known = marker.get("from")
     if table is not None and (not known or _labelled(data, table, known) != known):
-        undo = layouts.command("prepare_data.py", "split", data, "--undo")
+        undo = errors.command("prepare_data.py", "split", data, "--undo")
         text = f"{data} was divided by other labels than {table} has: first run `{undo}`"
         raise UserError(f"{text}, then this command again")
 
@@ -273,7 +274,7 @@ def _foreign(data: Path, link: Path) -> UserError:
     out = layouts.beside(whole, "copy")
     line = shlex.join(["cp", "-rlL", str(whole), str(out)])
     if link.is_relative_to(data / "train"):  # which works on two file systems, too
-        line = layouts.command("prepare_data.py", "imagenet", out, "--source", whole)
+        line = errors.command("prepare_data.py", "imagenet", out, "--source", whole)
     text = f"{link} is a link, so its images belong to another folder: make one of hard links with"
     return UserError(f"{text} `{line}`, and split that")
 

@@ -18,7 +18,7 @@ from studies import tiny
 from studies.plan import Study
 from studies.runs import StudyRun
 
-from utils.data import layouts
+from utils.start import errors
 
 PICTURES = ("overlay", "training_throughput", "scaling", "loss_val_hours", "top1_val_hours", "gpu")
 LEGEND = """\
@@ -141,7 +141,7 @@ def write(args: Study, planned: list[StudyRun], command: str) -> None:
         metrics = ["## Metrics", comparison.section(page, "", command, drawn.values())]
         hand_over(trained, folder)
         shown = shlex.join(["tensorboard", "--logdir", str(folder)]).replace("`", "")
-        compare = layouts.command("compare_runs.py", folder).replace("`", "")
+        compare = errors.command("compare_runs.py", folder).replace("`", "")
         parts.append(f"Curves with a cursor: `{shown}`, or the page that `{compare}` writes.")
     columns: dict[str, Column] = {}
     for nodes, group in dict.fromkeys((one.nodes, one.group) for one in planned):

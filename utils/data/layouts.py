@@ -13,7 +13,7 @@ from typing import NamedTuple
 from utils.data import devkit
 from utils.data.folder import class_names
 from utils.data.sources import SUFFIXES, is_hidden
-from utils.start.errors import typed
+from utils.start.errors import command
 
 KAGGLE = "ILSVRC/Data/CLS-LOC"
 # How other programs name the parts of a data set, in lower case.
@@ -151,11 +151,6 @@ def split_advice(data: Path) -> str | None:
         return None
     line = command("prepare_data.py", "split", data, "--val", "0.2")
     return f"{data} has {what}: run `{line}`"
-
-
-def command(script: str, *words: str | Path) -> str:
-    """The command line that runs a script of scripts/, to be typed in the current folder."""
-    return " ".join(["python", typed(f"scripts/{script}"), shlex.join(map(str, words))]).rstrip()
 
 
 def beside(data: Path, ending: str) -> Path:

@@ -57,6 +57,11 @@ def typed(name: str) -> str:
     return shlex.quote(path_of(name))
 
 
+def command(script: str, *words: str | Path) -> str:
+    """The command line that runs a script of scripts/, to be typed in the current folder."""
+    return " ".join(["python", typed(f"scripts/{script}"), shlex.join(map(str, words))]).rstrip()
+
+
 _ending = threading.RLock()  # never released
 
 # Advice at the end of messages: how to continue. A training with a run directory has another one,
