@@ -5,6 +5,7 @@ import importlib.util
 import io
 import random
 import struct
+import warnings
 from zlib import compress, crc32
 
 import numpy as np
@@ -111,12 +112,25 @@ def test_a_file_without_a_known_range_is_unreadable(kind):
         im.decode(NO_RANGE[kind])
 
 
+def imported_again():
+    """The module that decodes images, as a program would get it now."""
+    spec = importlib.util.spec_from_file_location("images_again", im.__file__)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_torchvisions_announcement_is_no_error():
+    """With PYTHONWARNINGS=error, every worker would end at its first image."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(imported_again().decode(ODD["jpeg"]), im.decode(ODD["jpeg"]))
+
+
 def test_without_torchvisions_decoder_pillow_gives_the_same_pixels(monkeypatch):
     """torchvision 0.29 announces that it will be removed."""
     monkeypatch.delattr(torchvision.io, "decode_image")
-    spec = importlib.util.spec_from_file_location("images_without_decoder", im.__file__)
-    without = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(without)
+    without = imported_again()
     assert without.decode_image is None
     for kind in ("jpeg", "progressive", "grey", "cmyk", "rotated"):
         assert torch.equal(without.decode(ODD[kind]), im.decode(ODD[kind]))

@@ -10,6 +10,7 @@ import itertools
 import math
 import random
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -33,6 +34,8 @@ try:
     from torchvision.io import ImageReadMode, decode_image
 except ImportError:  # torchvision 0.29 announces its removal
     decode_image = ImageReadMode = None
+# It announces that at the first image of each worker, as an error with PYTHONWARNINGS=error.
+warnings.filterwarnings("ignore", ".*TorchCodec", DeprecationWarning)
 
 JPEG_MAGIC = b"\xff\xd8"
 RATIO = (3 / 4, 4 / 3)  # of width : height in a training crop
