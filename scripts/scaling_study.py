@@ -11,7 +11,8 @@ seed. Its own options stand before SCRIPT, such as imagenet_ddp.py, and those of
 it. Add --try first: in a minute or two it shows whether all of the study works.
 
 If it is interrupted, run the same command again. Finished runs are not repeated, and an unfinished
-one resumes from its snapshot. With larger --epochs or --hours, all runs continue.
+one resumes from its snapshot. With larger --hours, all runs continue; with larger --epochs, those
+whose schedule does not depend on it (step, constant).
 """
 
 import argparse
