@@ -4,11 +4,12 @@
         --labels "1 node" "2 nodes"
     python scripts/compare_runs.py runs --out figures --target-top1 75 --results
 
-Reads only the TensorBoard event files of each run: of this suite, or of older suites with the same
-tags. Options that an event file does not record are taken from the folder's name. Unknown values
-are shown as `-`. Speed-ups are relative to the run with the fewest GPUs. All files go into DIR: the
-table as Markdown and CSV, the pictures, and compare.html. By default DIR is the folder `compare`
-beside the first RUN, or inside RUN if that is a folder of runs.
+Reads the TensorBoard event files of each run: of this suite, or of older suites with the same tags.
+Options that an event file does not record are taken from the folder's name, and what all starts of
+a run have used (GPU-hours, energy) from its summary.json. Unknown values are shown as `-`.
+Speed-ups are relative to the run with the fewest GPUs. All files go into DIR: the table as Markdown
+and CSV, the pictures, and compare.html. By default DIR is the folder `compare` beside the first
+RUN, or inside RUN if that is a folder of runs.
 """
 
 import argparse
