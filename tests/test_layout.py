@@ -149,6 +149,8 @@ def test_documents_name_options_and_files_that_exist(document):
     assert not {place for place in places if not (ROOT / place).exists()}
     for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
         assert ((ROOT / document).parent / link).exists(), f"{document} links {link}"
+    for file, word in re.findall(r"pytest .*(tests/\w+\.py) -k (\w+)", text):
+        assert re.search(rf"def test_\w*{word}", (ROOT / file).read_text()), f"no test is {word}"
 
 
 def test_the_tree_has_one_line_for_each_file():
