@@ -340,6 +340,9 @@ def test_runs_without_a_finished_epoch_compare_by_their_steps(tmp_path):
     cells, notes, comparison = table(tmp_path)
     assert cells["images_per_s"] == ["100", "190"] and cells["step_loss"] == ["5.0000", "5.0000"]
     assert cells["scaling_efficiency"] == ["100 %", "95 %"]
+    assert cells["epochs"] == ["0.40 (no whole one)", "0.20 (no whole one)"]
+    rows = csv.DictReader(io.StringIO(comparison.as_csv()))
+    assert [row["epochs"] for row in rows] == ["0.4", "0.2"], "numbers, for other programs"
     assert comparison.as_text(20).split()[:3] == ["run", "GPUs", "images/s"]
     assert comparison.sentences == [
         "a (0.40 epochs) and b (0.20 epochs) have not finished an epoch: speed and loss are those "

@@ -238,8 +238,8 @@ def _rows(comparison: Comparison) -> dict[str, list[Row]]:
         ],
         "time": [
             Row("time per epoch", "epoch_h", lambda run: ratio(run.epoch_seconds, 3600), duration),
-            Row("epochs finished", "epochs",
-                lambda run: run.epochs or f"{run.position:.2f} (no whole one)"),
+            Row("epochs finished", "epochs", lambda run: run.epochs or run.position,
+                lambda x: f"{x:.2f} (no whole one)" if isinstance(x, float) else number(x)),
             Row(f"epochs in {duration(within)}", "epochs_within",
                 lambda run: run.done_within(within)),
             Row("total time", "hours", lambda run: run.total_hours, duration),
