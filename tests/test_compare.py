@@ -466,11 +466,13 @@ def test_bad_input_is_an_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "good", {1: {"Top1/val": 10.0}})
     write(tmp_path / "x_gpux2_b4_cpu1_ddp", {1: {"Top1/val": 10.0}}, options={"arch": "x"})
+    write(tmp_path / "b\udcff", {1: {"Top1/val": 10.0}})  # as a machine without UTF-8 wrote it
     (tmp_path / "notes.txt").write_text("text")
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     for arguments, message in {
         "nowhere": "nowhere does not exist",
         "notes.txt": "notes.txt has no TensorBoard event file",
+        "b\udcff": "the name b\udcff is not UTF-8: rename it",
         "good --labels a b": "2 labels for 1 runs (good); give one per run",
         "good --labels ''": "each run needs a label of its own",
         "good --labels ' '": "each run needs a label of its own",

@@ -144,6 +144,9 @@ def find(path: Path) -> list[Run]:
     files = list(filter(is_event_file, files_below(path) if path.is_dir() else [path]))
     if not files:
         raise UserError(f"{path} has no TensorBoard event file (events.out.tfevents.*)")
+    for file in files:
+        if os.fsencode(file).decode(errors="replace") != str(file):
+            raise UserError(f"the name {file.parent} is not UTF-8: rename it")
 
     def place(run: Run) -> tuple[float, list[int | str]]:
         parts = re.split(r"(\d+)", f"{run.folder.name}/{run.path}")
