@@ -199,7 +199,7 @@ def test_captions_name_the_classes_and_the_shares_of_mixed_images():
 
 @pytest.mark.parametrize("classes", [3, 100])
 def test_unequal_classes_are_seen_and_said(tmp_path, monkeypatch, classes):
-    names = [f"class {i} *$_x" for i in range(classes)]
+    names = [f"class {i} *$_x\udce4" for i in range(classes)]  # a byte of Latin-1
     targets = {"train": [0] * 7 + [1] * 9 + list(range(2, classes)), "val": [0, 0, 1]}
     file, figures, save = tmp_path / "sizes.png", [], class_sizes.pictures.save
     monkeypatch.setattr(

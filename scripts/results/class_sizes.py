@@ -7,6 +7,8 @@ import numpy as np
 from compare import pictures
 from numpy.typing import NDArray
 
+from utils.start.errors import printable
+
 NAMED = 40  # classes that get a name beside their bar
 COLOURS = {"train": "#2a78d6", "val": "#d95f0e", "test": "#6b7075"}
 
@@ -56,4 +58,5 @@ def _counts(targets: Sequence[int], classes: int) -> NDArray[np.int64]:
 
 
 def _short(name: str) -> str:
+    name = printable(name)
     return name if len(name) <= 24 else f"{name[:23]}…"
