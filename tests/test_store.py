@@ -1,5 +1,6 @@
 """--store and URLs to resume from: copies of a run in a store, and errors of it."""
 
+import json
 import shutil
 import signal
 import sys
@@ -42,7 +43,7 @@ def stopped(tmp_path_factory, folder) -> Path:
 def test_a_new_machine_continues_bit_for_bit(folder, tmp_path, stopped, how):
     there = list((stopped / "store" / "half").iterdir())
     names = {path.name for path in there}
-    assert names == {"best.pt", "snapshot.pt", "options.json", "summary.json"}
+    assert names == {"best.pt", "snapshot.pt", "options.json", "summary.json", "ledger.json"}
     # Each is a link, so at no time half a file.
     assert all(path.samefile(stopped / "half" / path.name) for path in there)
     copy = shutil.copytree(stopped / "store", tmp_path / "store") / "half"
@@ -59,6 +60,8 @@ def test_a_new_machine_continues_bit_for_bit(folder, tmp_path, stopped, how):
     assert_same_weights(runs / "half", stopped / "whole")
     best = [snapshot(run, "best.pt")["epoch"] for run in (runs / "half", stopped / "whole")]
     assert best[0] == best[1]
+    starts = json.loads((runs / "half/ledger.json").read_text())
+    assert len(starts) == 1 + (how == "store"), "what the run has used on all machines"
 
 
 def test_what_was_downloaded_takes_no_room_while_it_is_trained_on(folder, tmp_path, stopped):

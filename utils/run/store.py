@@ -18,6 +18,7 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from utils.run.ledger import FILE as LEDGER
 from utils.run.sinks import Sink
 from utils.run.snapshots import BEST, SNAPSHOT
 from utils.start.atomic import FETCHED, link_atomically, save_atomically
@@ -150,7 +151,7 @@ class Store(Sink):
             names, first = _names(self.system, self.path), self.path.partition("/")[0]
             # The path of a local folder begins with "/", so ``first`` is empty.
             bucket = first if first and not names and not self.system.exists(first) else ""
-            for name in (BEST, SNAPSHOT) if needed and SNAPSHOT in names else ():
+            for name in (LEDGER, BEST, SNAPSHOT) if needed and SNAPSHOT in names else ():
                 if name in names:
                     _download(self.system, f"{self.path}/{name}", self.folder / name)
                     log.info(f"fetched {self.url}/{name}")
