@@ -162,7 +162,8 @@ class Process:
     def __init__(self, pid: int):
         self.pid = pid
         _, self.parent, self.group, self.started = _stat(pid)
-        self.command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        words = Path(f"/proc/{pid}/cmdline").read_bytes()
+        self.command = os.fsdecode(words).replace("\0", " ")
 
     def lives(self) -> bool:
         """Whether it still runs; a dead one whose exit code nobody has collected does not."""
