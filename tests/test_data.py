@@ -1,5 +1,6 @@
 """Batches: the same pixels on any number of workers and ranks, and what unreadable files do."""
 
+import itertools
 import os
 import re
 import shutil
@@ -58,6 +59,16 @@ def epoch_pixels(index, ranks=1, workers=0, start=0):
         for asked, (images, targets) in zip(sampler, batches, strict=True):
             seen |= zip(asked.indices.tolist(), zip(images, targets, strict=True), strict=True)
     return seen
+
+
+@pytest.mark.parametrize(("seconds", "slow"), [(2e-4, False), (4e-4, True)])
+def test_a_worker_reads_ahead_after_reads_that_took_long(index, monkeypatch, seconds, slow):
+    """By the mean of a batch: a read here takes as long as its two looks at the clock."""
+    ticks = itertools.count(0.0, seconds)
+    monkeypatch.setattr(im, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    dataset = training(index)
+    fetch(dataset, EVERY)
+    assert dataset.slow == slow
 
 
 def test_pixels_are_the_same_for_any_workers_ranks_and_first_step(index):

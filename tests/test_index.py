@@ -101,10 +101,10 @@ def test_class_folders(tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             class_folders(tmp_path / name)
-    make(tmp_path, "b/1.jpg", "a/1.jpg", "C/1.jpg", "empty/", ".hidden/", "readme.txt")
+    make(tmp_path, "b/1.jpg", "a/1.jpg", "C/1.jpg", "empty/", ".hidden/", "readme.txt", "b b/1.jpg")
     (tmp_path / "link").symlink_to("a")
     (tmp_path / "b" / "me").symlink_to("me")
-    assert class_folders(tmp_path) == ["C", "a", "b", "empty", "link"]
+    assert class_folders(tmp_path) == ["C", "a", "b", "b b", "empty", "link"], "not as b/, b b/"
     for name, message in (
         ("empty", "empty has no images"),
         ("gone", "gone: No such file or directory"),
