@@ -261,6 +261,12 @@ BEYOND = "more than the noise of 50000 images, but another seed may change it as
              "First to reach 31 % top-1: e, in 40 s.",
              f"Best top-1: 31.00 % to 35.00 %, {BEYOND}"],
         ),
+        (  # as in a study with seeds
+            {name: (100 * i, (20, 40), GOOD)
+             for i, name in enumerate(("1 node", "2 nodes, 0", "2 nodes, 1", "4 nodes"), 1)}, 50,
+            ["2 nodes, 0; 2 nodes, 1; and 4 nodes trained 2.00, 3.00 and 4.00 times as many images "
+             "per second as 1 node.", "Best top-1: 40.00 %, no difference."],
+        ),
         (
             {name: (100 * (5 - i), (20,), GOOD) for i, name in enumerate("abcde")}, 33,
             ["No run was faster than a; the next, b, trained 0.80 times as many images per second "
@@ -303,8 +309,8 @@ BEYOND = "more than the noise of 50000 images, but another seed may change it as
              "Beware: these are CPU speeds, which say nothing about GPUs."],
         ),
     ],
-    ids=["one", "within noise", "beyond noise", "little to say", "many", "none faster", "three",
-         "sweep", "chance", "one epoch", "impossible"],
+    ids=["one", "within noise", "beyond noise", "little to say", "many", "commas",
+         "none faster", "three", "sweep", "chance", "one epoch", "impossible"],
 )  # fmt: skip
 def test_the_sentences(tmp_path, runs, target, expected):
     base = next(iter(runs.values()))[0]

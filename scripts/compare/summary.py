@@ -1,6 +1,7 @@
 """Write a comparison's sentences: speed, time, accuracy, and runs that cannot be compared."""
 
 import math
+import re
 import statistics
 from collections.abc import Iterable, Sequence
 
@@ -154,9 +155,11 @@ def sentences(runs: list[Run], target: float | None) -> list[str]:
 
 
 def _join(items: Iterable[object]) -> str:
-    """Join items as in: a, b and c."""
+    """Join items as in: a, b and c; or, if items have commas themselves: a, 1; b; and c."""
     words = list(map(str, items))
-    return " and ".join([", ".join(words[:-1]), words[-1]] if words[1:] else words)
+    has_commas = any("," in re.sub(r"\(.*?\)", "", word) for word in words)
+    comma, last = ("; ", "; and ") if has_commas and words[2:] else (", ", " and ")
+    return last.join([comma.join(words[:-1]), words[-1]] if words[1:] else words)
 
 
 def _single(run: Run) -> list[str]:
