@@ -160,12 +160,14 @@ def test_all_is_in_the_event_files(ours, tmp_path):
 def test_the_text_page_and_the_charts_of_a_run(tmp_path):
     """Command, commit, machine and options; no chart that stays empty on a CPU."""
     facts = {"device": "cpu", "precision": "off", "progressive": "", "lr": 0.1}
-    facts["command"] = "x.py -b 7"
+    facts |= {"command": "x.py -b 7", "data": "/M\udcfcller"}  # a path that is not UTF-8
     EventFile(tmp_path, opening(facts))
     events = EventAccumulator(str(tmp_path)).Reload()
     (event,) = events.Tensors("run/text_summary")
     page = event.tensor_proto.string_val[0].decode()
     assert "**command**: `x.py -b 7`" in page and "| lr | `0.1` |" in page
+    assert r"| data | `/M\udcfcller` |" in page
+    assert r"| data | `/M\udcfcller` |" in page
     of_gpus = {"GPU power, W", "loss scale"}
     for more, shown in (
         ({}, set()),

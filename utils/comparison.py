@@ -17,6 +17,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from torch.utils.tensorboard.summary import custom_scalars, hparams, text
 
 from utils.start import nvidia
+from utils.start.errors import printable
 
 ROOT = Path(__file__).resolve().parents[1]
 NO_CODE = ("*.md", "figures")  # tracked files that no run depends on
@@ -97,9 +98,11 @@ LAYOUT = {
 def opening(options: Mapping[str, Any]) -> list[Summary]:
     """Return an event file's first summaries: the charts, and HParams' columns and values.
 
-    scripts/compare_runs.py reads a run's options from the last one.
+    scripts/compare_runs.py reads a run's options from the last one. Paths that are not UTF-8 are
+    written with escapes.
     """
-    columns, values = hparams(COLUMNS, dict.fromkeys(METRICS))[0], hparams(dict(options), {})[1]
+    options = {k: printable(v) if isinstance(v, str) else v for k, v in options.items()}
+    columns, values = hparams(COLUMNS, dict.fromkeys(METRICS))[0], hparams(options, {})[1]
     return [custom_scalars(layout(options)), columns, values, text("run", _page(options))]
 
 
