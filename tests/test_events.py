@@ -65,6 +65,17 @@ def test_only_later_points_are_removed(written, epoch, step_x, lost):
     assert times == [1000.0 + e for e in range(1, epoch + 1)]
 
 
+def test_a_folder_whose_name_is_not_utf_8(written):
+    """TensorBoard's reader does not open such a path: the run could be neither resumed nor
+    compared."""
+    folder = written.parent / "M\udcfcller"
+    folder.mkdir()
+    written.rename(folder / written.name)
+    cut_off(folder, 3, 3500)
+    (run,) = table(folder)[2].runs
+    assert run.last("Loss/train") == 3.0
+
+
 def test_a_disk_that_was_full_leaves_one_file_whose_curves_have_a_gap(tmp_path, logged):
     with small_disk(tmp_path) as disk:
         events, ballast = EventFile(disk, opening({"lr": 0.1})), disk / "ballast"

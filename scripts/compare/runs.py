@@ -259,9 +259,10 @@ def _events(file: Path, notes: list[str]) -> Iterator[Any]:
     from tensorboard.compat.proto.event_pb2 import Event
 
     size, place = file.stat().st_size, 0  # before reading: the file may be growing
-    for record in RawEventFileLoader(str(file)).Load():
-        place += FRAME + len(record)
-        yield Event.FromString(record)
+    with open(file, "rb") as opened:  # TensorBoard opens no path that is not UTF-8
+        for record in RawEventFileLoader(f"/proc/self/fd/{opened.fileno()}").Load():
+            place += FRAME + len(record)
+            yield Event.FromString(record)
     if not size:
         notes.append(f"{file.name} is empty")
     elif place < size:  # the loader ends without a message where a checksum is wrong

@@ -90,7 +90,9 @@ def cut_off(folder: Path, epoch: int, step_x: int) -> None:
     of DATA/test at ``epoch``: the resumed run writes them again. Raises: OSError."""
     for path in sorted(folder.glob("events.out.tfevents.*")):
         kept, removed = [], 0
-        for event in LegacyEventFileLoader(str(path)).Load():
+        with open(path, "rb") as file:  # TensorBoard opens no path that is not UTF-8
+            events = [*LegacyEventFileLoader(f"/proc/self/fd/{file.fileno()}").Load()]
+        for event in events:
             points = event.summary.value
             for i in reversed(range(len(points))):
                 tag = points[i].tag
