@@ -137,6 +137,9 @@ def _contradictions(args: argparse.Namespace, local: bool) -> Iterator[str]:
     if args.warmup_epochs and args.warmup_epochs > args.epochs:
         text = f"--warmup-epochs {args.warmup_epochs:g} is longer than --epochs {args.epochs}"
         yield f"{text}: give fewer (a --recipe may set them)"
+    if args.start_epoch is not None and args.start_epoch >= args.epochs and not args.evaluate:
+        text = f"--start-epoch {args.start_epoch} leaves none of --epochs {args.epochs}"
+        yield f"{text}: counted from 0, the last one is {args.epochs - 1}"
     if args.evaluate and not (args.resume or args.pretrained):
         text = "add --resume runs/NAME/best.pt, or --name NAME --resume auto, or --pretrained"
         yield f"--evaluate needs a trained model: {text}"
