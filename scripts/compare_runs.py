@@ -26,7 +26,7 @@ from utils.start import launch
 
 launch.prepare()  # before torch is imported, which takes seconds
 
-from compare import page, palette, pictures, runs, table
+from compare import page, pictures, runs, table
 from compare.comparison import MANY, Comparison, origin
 
 from utils.start import errors
@@ -134,6 +134,7 @@ def main(argv: list[str] | None = None) -> int:
         if number > MANY or len(labels) > 60
         else f"Comparison: {labels}"
     )
+    looks = pictures.looks_of(comparison)
     drawn = pictures.draw(comparison, out, args.prefix, formats=args.formats)
     html = page.render(
         Path(page.__file__).with_name("page.html"),
@@ -141,7 +142,7 @@ def main(argv: list[str] | None = None) -> int:
         command=command,
         comparison=comparison,
         drawings=pictures.drawings(comparison),
-        looks=palette.styles([run.label for run in comparison.shown]),
+        looks={run.label: looks[run.label] for run in comparison.shown},
         is_long=number > MANY,
         origins={run.label: origin(run) for run in comparison.runs},
     )

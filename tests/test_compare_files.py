@@ -177,6 +177,13 @@ def test_runs_that_cannot_be_compared_have_no_common_charts(tmp_path, capsys, mo
     comparison = table(*(tmp_path / name for name in "abc"))[2]
     for _, _, drawing in pictures.drawings(comparison):
         assert {line["name"] for line in drawing["data"]} == {"a", "c"}
+        colours = {line["name"]: line["line"]["color"] for line in drawing["data"]}
+    # A run has one colour, on the page and in all pictures.
+    plan = pictures.plan(comparison)
+    bars, lines = plan["training_throughput"]().axes[0], plan["top1_val"]().axes[0].lines
+    drawn = [matplotlib.colors.to_hex(bar.get_facecolor()) for bar in bars.containers[0]]
+    assert [drawn[0], drawn[2]] == [line.get_color() for line in lines] == [*colours.values()]
+    assert f"border-top-color: {colours['c']}" in page
     by_time = pictures.drawings(comparison)[0][2]["data"][0]["meta"]
     assert by_time["times"] == pytest.approx([100 * epoch / 60 for epoch in (1, 2, 3, 4)])
     assert by_time["axis"] == "minutes of training"
@@ -230,6 +237,7 @@ def test_pictures_of_the_hardware_and_labels_with_special_characters(tmp_path):
 )
 def test_no_text_of_a_picture_is_cut_off_or_on_another_one(tmp_path, label, faster):
     """Nor on a bar, also of an efficiency above 100 %."""
+    label = 8 * label if "longer" in label else label
     for name, rate in (("a", 100), ("b", faster)):
         options = {"gpus": 1 + (name == "b"), "nodes": 1}
         write(tmp_path / name, epochs_of(rate, 64), options=options)
@@ -241,7 +249,8 @@ def test_no_text_of_a_picture_is_cut_off_or_on_another_one(tmp_path, label, fast
             figure.draw_without_rendering()
         width, height = figure.bbox.size
         for axes in figure.axes:
-            boxes = [text.get_window_extent() for text in axes.texts]
+            texts = [*axes.texts, *axes.get_yticklabels()]
+            boxes = [text.get_window_extent() for text in texts]
             everything = axes.get_tightbbox()
             assert everything.x0 >= -1 and everything.x1 <= width + 1, name
             assert everything.y0 >= -1 and everything.y1 <= height + 1, name

@@ -2,7 +2,7 @@
 
 import math
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from compare import page, palette
 from compare.comparison import Comparison
 from compare.page import Chart
+from compare.palette import Style
 from compare.runs import RATE, Run, ratio
 from compare.table import NONE
 
@@ -136,14 +137,20 @@ def plan(comparison: Comparison) -> dict[str, Callable[[], Any]]:
         panels[name] = [curves(comparison, tag, "epochs") for tag in tags]
     panels["scaling"] = [scaling(comparison)]
     drawn = {name: list(filter(None, charts)) for name, charts in panels.items()}
-    plans = {name: partial(draw_charts, charts) for name, charts in drawn.items() if charts}
+    looks = looks_of(comparison)
+    plans = {name: partial(draw_charts, charts, looks) for name, charts in drawn.items() if charts}
     bars = {name for name, (_, _, key, _) in BARS.items() if any(comparison.values.get(key, ()))}
     return plans | {name: partial(draw_bars, comparison, name) for name in BARS if name in bars}
 
 
+def looks_of(comparison: Comparison) -> dict[str, Style]:
+    """The style of each run, the same on the page and in all pictures."""
+    return palette.styles([run.label for run in comparison.runs])
+
+
 def drawings(comparison: Comparison) -> list[tuple[str, bool, dict[str, Any]]]:
     """List the page's drawings: heading, whether it is folded, and plotly's data."""
-    looks, found = palette.styles([run.label for run in comparison.shown]), []
+    looks, found = looks_of(comparison), []
     for heading, is_folded, tags in DRAWINGS:
         pairs = [tuple(curves(comparison, tag, over) for over in OVER) for tag in tags]
         if panels := [(chart, over_time) for chart, over_time in pairs if chart]:
@@ -236,15 +243,16 @@ def same_batches(runs: Collection[Run]) -> bool:
 # ---- pictures by matplotlib, for Markdown
 
 
-def draw_charts(charts: Sequence[Chart]) -> Any:
+def draw_charts(charts: Sequence[Chart], looks: Mapping[str, Style]) -> Any:
     """Draw diagrams in a column (four in a square). Up to eight lines are named at their ends, more
-    in a legend below."""
+    in a legend below. ``looks``: of those lines that are runs."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     plain = {name for chart in charts for name in chart.plain}
     order = list(dict.fromkeys(name for chart in charts for name, _ in chart.lines))
-    looks = palette.styles([name for name in order if name not in plain])
+    others = [name for name in order if name not in plain and name not in looks]
+    looks = {**looks, **palette.styles(others)}
     rows, columns = (2, 2) if len(charts) == 4 else (len(charts), 1)
     longest = max(map(len, order))
     at_ends = len(order) <= page.MOST_LABELS and (columns == 1 or longest <= page.LABEL)
@@ -335,8 +343,9 @@ def draw_bars(comparison: Comparison, name: str) -> Any:
     from matplotlib.figure import Figure
 
     (title, unit, length, forms), runs = BARS[name], comparison.runs
-    looks = palette.styles([run.label for run in runs])
-    width, names = 7.0, [textwrap.fill(run.label, 22) for run in runs]
+    looks = looks_of(comparison)
+    how = {"max_lines": 2, "placeholder": "…"}  # more would touch the names of other bars
+    width, names = 7.0, [textwrap.fill(run.label, 22, **how) for run in runs]
     figure = Figure(figsize=(width, 1.3 + 0.5 * len(runs)), layout="constrained")
     axes, places = figure.subplots(), range(len(runs))
     lengths = [value or 0.0 for value in comparison.values[length]]
