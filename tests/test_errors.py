@@ -45,10 +45,7 @@ def attempt(*words: object) -> Result:
         ("nd --mixup 1e-320", "neither 0 nor 0.001"),
         ("nd -j 5000", "argument -j/--workers: 5000 is not at least 0 and at most"),
         ("nd --epochs 2 --warmup-epochs 2.5", "2.5 is longer than --epochs 2: give fewer"),
-        (
-            "nd --epochs 2 --start-epoch 2",
-            "leaves none of --epochs 2: counted from 0",
-        ),
+        ("nd --epochs 2 --start-epoch 2", "leaves none of --epochs 2: counted from 0"),
         ("nd --resume auto", "--resume auto needs --name"),
         ("nd --name=..", "'..' is not a plain name"),
         (f"nd --name={'x' * 201}", "is longer than 200 bytes"),

@@ -178,7 +178,6 @@ def test_the_text_page_and_the_charts_of_a_run(tmp_path):
     page = event.tensor_proto.string_val[0].decode()
     assert "**command**: `x.py -b 7`" in page and "| lr | `0.1` |" in page
     assert r"| data | `/M\udcfcller` |" in page
-    assert r"| data | `/M\udcfcller` |" in page
     of_gpus = {"GPU power, W", "loss scale"}
     for more, shown in (
         ({}, set()),
