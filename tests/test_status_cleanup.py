@@ -21,6 +21,7 @@ from utils.start.world import World
 from utils.status import Status
 
 sys.path.append(str(ROOT / "scripts/ssh"))
+import cleanup
 import hosts
 import status
 
@@ -239,6 +240,13 @@ def test_one_run_by_its_name(nodes, folder, tmp_path):
         assert run.result().code == 75
         assert marked.result().err == "saved\n"
         assert stays.process.poll() is None
+
+
+def test_the_processes_of_a_run_without_a_name_are_one_run():
+    places = {"run": "", "folder": "/a"}
+    child, first = (SimpleNamespace(pid=x, parent=x - 1, text=f"{x}: x", **places) for x in (6, 5))
+    (lines,) = cleanup.describe([child, first])
+    assert lines == "a run without --name: 2 processes in /a\n    5: x"
 
 
 def test_bad_input_is_one_error_line(tmp_path):
