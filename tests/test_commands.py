@@ -152,6 +152,21 @@ def test_a_mistyped_option_proposes_only_near_names(parse, capsys, folder):
         assert re.findall(r"did you mean (\S+)\?", printed) == ([name] if name else [])
 
 
+@pytest.mark.parametrize(
+    ("typed", "error"),
+    [
+        (["\N{EN DASH}lr", 1], "begins with a long dash: type --lr ("),
+        (["-b", 1, "\N{EM DASH}j=1"], "begins with a long dash: type --j=1 ("),
+        (["\N{EN DASH}e"], "begins with a long dash: type -e ("),
+        (["more", "-b", 1], "error: too many arguments: more ("),
+    ],
+)
+def test_what_comes_from_a_word_processor_and_a_second_data(parse, capsys, folder, typed, error):
+    with pytest.raises(SystemExit):
+        parse("imagenet_nd", folder, *typed)
+    assert error in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("program", [bench_network, bench_step, compare_runs])
 def test_a_mistyped_option_of_other_programs_is_one_line(program, capsys):
     with pytest.raises(SystemExit):

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import shutil
+import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from utils.start.errors import (
 
 # How alike a mistyped option and the one that an error proposes must be; 1 is equal.
 NEAR = 0.75
+LONG_DASHES = "\u2013\u2014"
 
 
 OptionsT = TypeVar("OptionsT", bound="Options")  # a command's own subclass stays one
@@ -156,9 +158,14 @@ class Parser(argparse.ArgumentParser):
         """All options that this parser knows."""
         return list(self._option_string_actions)
 
-    def parse_known_args(self, *args: Any, **named: Any) -> Any:
-        """As argparse does. An empty value, as of an unset shell variable, is an error."""
-        parsed = super().parse_known_args(*args, **named)
+    def parse_known_args(self, args: Any = None, *more: Any, **named: Any) -> Any:
+        """As argparse does. Errors are also an empty value, as of an unset shell variable, and a
+        long dash, which word processors and some web pages make of two short ones."""
+        for word in sys.argv[1:] if args is None else args:
+            if (name := word.lstrip(f"{LONG_DASHES}-")) and word[0] in LONG_DASHES:
+                typed = f"-{name}" if len(name) == 1 else f"--{name}"
+                self.error(f"{word} begins with a long dash: type {typed}")
+        parsed = super().parse_known_args(args, *more, **named)
         for action in self._actions:
             if getattr(parsed[0], action.dest, None) == "" != action.default:
                 name = "/".join(action.option_strings) or action.metavar
@@ -177,6 +184,7 @@ class Parser(argparse.ArgumentParser):
             message = f"unknown option {unknown[1]}"
             if near := self._nearest(unknown[1]):
                 message += f": did you mean {near}?"
+        message = message.replace("unrecognized arguments: ", "too many arguments: ")
         text = f"{printable(message)} (see --help)"
         if os.environ.get("LOCAL_RANK", "0") != "0" or not is_first_to_report():
             raise UserError(text, on_every_rank=True)
