@@ -218,9 +218,10 @@ def test_parts_elsewhere_are_neither_classes_nor_made_again(tmp_path, names, wor
 @pytest.mark.parametrize("part", ["train", "Validation"])
 def test_a_part_of_a_data_set_is_not_divided(tmp_path, monkeypatch, part):
     """DATA/train in place of DATA: training would learn from the images of one part only."""
-    names = (part, "test", "others")
+    names = (part, "Testing", "others")
     put(tmp_path, {f"{one}/{c}/1.jpg": b"1" for one in names for c in ("cat", "dog")})
     put(tmp_path, {"alone/train/cat/1.jpg": b"1", "alone/val/emu/1.jpg": b"1"})
+    put(tmp_path, {f"two/{n}/{p}/cat/1.jpg": b"1" for n in ("a", "b") for p in ("train", "val")})
     before = tree(tmp_path)
     for data in (tmp_path / part, ""):
         with pytest.raises(UserError, match=f"is a part of a data set: give {tmp_path}"):
@@ -230,6 +231,7 @@ def test_a_part_of_a_data_set_is_not_divided(tmp_path, monkeypatch, part):
     assert tree(tmp_path) == before
     assert layouts.misplaced(tmp_path / "others") is None
     assert layouts.misplaced(tmp_path / "alone/train") is None, "other classes"
+    assert layouts.misplaced(tmp_path / "two") is None, "which of two data sets is meant?"
 
 
 def test_a_class_that_comes_later_is_divided_too(tmp_path):
