@@ -6,9 +6,11 @@ import re
 import sys
 from pathlib import Path
 
+import bench_input
 import bench_network
 import bench_step
 import compare_runs
+import doctor
 import prepare_data
 import pytest
 import torch
@@ -83,6 +85,11 @@ def test_a_tilde_is_the_home_folder_where_a_shell_leaves_it(folder, parse, monke
     for first, option in (("imagenet", "source"), ("parquet in", "names"), ("split", "labels")):
         options = vars(prepare([*first.split(), "out", f"--{option}=~/mine"]))
         assert options[option] == tmp_path / "mine"
+    monkeypatch.setattr(sys, "argv", ["doctor.py", "--data=~/mine", "--output-dir=~/mine"])
+    asked = doctor.parse()
+    assert [asked.data, asked.output_dir] == [f"{tmp_path}/mine"] * 2
+    monkeypatch.setattr(sys, "argv", ["bench_input.py", "--cache=~/mine"])
+    assert bench_input.parse().cache == tmp_path / "mine"
 
 
 def test_synthetic_images_are_trained_and_evaluated_without_data(tmp_path):
