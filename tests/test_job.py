@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from running import Process, Running, descendants, eventually
+from running import Process, Running, descendants, eventually, everyone
 
 sys.path.append(str(ROOT / "scripts/ssh"))
 import guard
@@ -167,6 +167,18 @@ def test_an_interrupted_job_with_a_snapshot_says_so(codes, code):
 
 WAYS = ["launcher SIGSTOP", "launcher SIGKILL", "launcher SIGINT", "launcher SIGHUP"]
 WAYS += ["guard SIGTERM", "guard SIGKILL"]
+
+
+def test_a_process_whose_name_is_no_text_is_no_obstacle(tmp_path):
+    """Another user's, say: Linux cuts names after 15 bytes, also within a letter."""
+    program = os.fsencode(tmp_path / "sleep") + b"\xfc"
+    os.symlink("/bin/sleep", program)
+    with subprocess.Popen([program, "600"]) as other:
+        try:
+            assert eventually(lambda: not guard.kill_all_below(other.pid))
+            assert other.pid in [one.pid for one in everyone()]
+        finally:
+            other.kill()
 
 
 @pytest.mark.parametrize("job", ["willing", "stubborn"])

@@ -37,7 +37,8 @@ def kill_all_below(root):
     """Kill every living process below ``root``. Returns whether there was one."""
     children = {}
     for entry in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError, IndexError), open(f"/proc/{entry}/stat") as file:
+        stat = f"/proc/{entry}/stat"  # has a name that may be no text
+        with contextlib.suppress(OSError, IndexError), open(stat, errors="replace") as file:
             state, parent = file.read().rpartition(")")[2].split()[:2]
             if state not in "ZX":
                 children.setdefault(int(parent), []).append(int(entry))

@@ -168,7 +168,7 @@ def _own_services() -> list[int]:
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            name, _, rest = stat.read_text().partition("(")[2].rpartition(")")
+            name, _, rest = stat.read_text(errors="replace").partition("(")[2].rpartition(")")
             if name.startswith("wandb-") and int(rest.split()[1]) == os.getpid():
                 found.append(int(stat.parent.name))
     return found

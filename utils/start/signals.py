@@ -121,7 +121,7 @@ def kill_children() -> None:
 def process_state(pid: int) -> str:
     """The letter of proc(5) for the state of a process on this machine; empty if it is gone."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
+        with open(f"/proc/{pid}/stat", errors="replace") as file:
             return file.read().rpartition(")")[2].split()[0]
     except OSError:
         return ""
