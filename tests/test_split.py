@@ -107,6 +107,7 @@ def test_what_cannot_be_split_is_left_as_it_is(data, tmp_path):
     put(data, {"test/a/other.jpg": b"x"})
     assert f"{data}/test exists, and this command did not make it" in fail(*command)
     assert images(data) == before | {"test/a/other.jpg": b"x"}
+    assert "take 100%: leave some" in fail("split", data, "--val", 0.5, "--test", 0.5)
     assert "there is no folder" in fail("split", tmp_path / "none", "--test", 0.1)
     succeed("shards", data, tmp_path / "shards")
     assert "no class folders of images" in fail("split", tmp_path / "shards", "--test", 0.1)
@@ -162,7 +163,7 @@ def test_ones_own_images_are_divided_and_put_back(tmp_path, layout):
     check_same_classes(data, "val", class_folders(data / "train"), subset=False)
     succeed("split", own(tmp_path / "node", layout), "--val", 0.2, "--test", 0.1)
     assert images(tmp_path / "node").keys() == images(data).keys()
-    succeed("split", data, "--val", 0.3)
+    succeed("split", data, "--val", 0.28)  # of 20 images 5.6
     parts = [name.split("/")[0] for name in images(data)]
     assert (parts.count("val"), parts.count("test")) == (12, 4)
     succeed("split", data, "--undo")
@@ -261,6 +262,9 @@ def test_a_table_that_contradicts_itself(tmp_path):
     table.write_text(f'a_00,"{"x" * 150_000}\n')  # a quotation mark that is never closed
     message = fail("split", data, "--val", 0.2, "--labels", table)
     assert f"cannot read {table}: give a CSV file" in message
+    rows = [f"{c}_{i:02},{number},0" for c, number in (("a", 1), ("b", 2)) for i in range(9)]
+    table.write_text("\n".join(rows))  # classes that are numbers, and another column
+    succeed("split", data, "--val", 0.2, "--labels", table)
 
 
 def test_what_a_table_leaves_out_is_counted(tmp_path):
