@@ -442,7 +442,8 @@ def test_damaged_file_is_read_up_to_the_damage(tmp_path):
     cells, (damage, left_out), _ = table(tmp_path / "a", tmp_path / "empty")
     assert (cells["epochs"], cells["best_top1"]) == (["2"], ["20.00"])
     assert f"{file.name} is cut off or damaged at byte {start} of" in damage
-    assert "empty is left out: it has no finished epoch, or other tags" in left_out
+    assert "empty is left out: it has no finished epoch, or other tags; events.out" in left_out
+    assert left_out.endswith(" is empty")
 
 
 def test_labels_and_order(tmp_path):

@@ -10,7 +10,8 @@ import compare_runs
 import matplotlib
 import pytest
 from browser import Page
-from compare import palette, pictures
+from compare import page, palette, pictures
+from compare.page import Chart
 from conftest import ROOT, python
 from event_files import HAL, SCRIPT, epochs_of, folder_name, table, write
 from running import eventually
@@ -60,6 +61,8 @@ def test_which_files_are_written(hal):
     # Bars are as long as the medians, beside perfect scaling.
     rates, perfect = list(HAL.values()), [HAL[2] / 2 * gpus for gpus in HAL]
     lines = [[y for _, y in points] for _, points in pictures.scaling(comparison).lines]
+    assert pictures.scaling(comparison).ticks == [4, 8, 16, 32, 64], "2 would touch 4"
+    assert pictures.curves(comparison, "Throughput/train", "epochs").zero
     (axes,) = pictures.plan(comparison)["training_throughput"]().axes
     bars = [[bar.get_width() for bar in group] for group in axes.containers]
     assert bars == [pytest.approx(rates), pytest.approx(perfect)]
@@ -259,6 +262,17 @@ def test_no_text_of_a_picture_is_cut_off_or_on_another_one(tmp_path, label, fast
             assert not [text for text in boxes for bar in bars if text.overlaps(bar)], name
             assert all(bar.x1 <= axes.bbox.x1 for bar in bars), name
             assert axes.bbox.width > 0.35 * width / axes.get_gridspec().ncols, name
+
+
+@pytest.mark.parametrize(("number", "named"), [(8, 8), (9, 0)])
+def test_up_to_eight_lines_have_their_names_at_their_ends(number, named):
+    looks = palette.styles([f"run {chr(97 + i)}" for i in range(number)])
+    assert len(set(looks.values())) == number
+    chart = Chart("t", "", "epoch", [(name, [(0, 1.0), (1, 2.0)]) for name in looks])
+    names = page.drawing([(chart, None)], looks)["layout"]["annotations"][1:]
+    assert len(names) == named
+    figure = pictures.draw_charts([chart], looks)
+    assert len(figure.axes[0].texts) == named and len(figure.legends) == (not named)
 
 
 def test_by_default_a_comparison_lies_beside_the_runs(tmp_path, monkeypatch):
