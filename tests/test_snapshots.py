@@ -297,6 +297,11 @@ def test_a_snapshot_of_another_run_does_not_overwrite_that_of_a_run(run, tmp_pat
     for source in (tmp_path / "other" / SNAPSHOT, f"file://{tmp_path}/other"):
         again(source).fails_with(folder, "of its own", "use --resume auto, or")
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    # Its own copy is that of the same run.
+    store = f"file://{tmp_path}/store/"
+    shutil.copytree(folder, tmp_path / "store" / folder.name)
+    for end in ("/", f"/{SNAPSHOT}"):
+        assert again(f"{store}{folder.name}{end}", "--store", store).code == 0
 
 
 CRASH = """
