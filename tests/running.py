@@ -162,8 +162,7 @@ class Process:
     def __init__(self, pid: int):
         self.pid = pid
         _, self.parent, self.group, self.started = _stat(pid)
-        words = Path(f"/proc/{pid}/cmdline").read_bytes()
-        self.command = os.fsdecode(words).replace("\0", " ")
+        self.command = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ")
 
     def lives(self) -> bool:
         """Whether it still runs; a dead one whose exit code nobody has collected does not."""
@@ -176,7 +175,7 @@ class Process:
 
 def _stat(pid: int) -> tuple[str, int, int, int]:
     """State, parent, group and start time of a process. Raises OSError when it is gone."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return fields[0], int(fields[1]), int(fields[2]), int(fields[19])
 
 

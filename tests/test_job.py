@@ -173,7 +173,7 @@ def test_a_process_whose_name_is_no_text_is_no_obstacle(tmp_path):
     """Another user's, say: Linux cuts names after 15 bytes, also within a letter."""
     program = os.fsencode(tmp_path / "sleep") + b"\xfc"
     os.symlink("/bin/sleep", program)
-    with subprocess.Popen([program, "600"]) as other:
+    with subprocess.Popen([program, "600"]) as other:  # nor are its words
         try:
             assert eventually(lambda: not guard.kill_all_below(other.pid))
             assert other.pid in [one.pid for one in everyone()]
