@@ -199,7 +199,8 @@ def test_captions_name_the_classes_and_the_shares_of_mixed_images():
 
 @pytest.mark.parametrize("classes", [3, 100])
 def test_unequal_classes_are_seen_and_said(tmp_path, monkeypatch, classes):
-    names = [f"class {i} *$_x\udce4" for i in range(classes)]  # a byte of Latin-1
+    # With a byte of Latin-1; the longest names of three classes that are written in full.
+    names = [f"class {i} *$_x dogs.\udce4" for i in range(classes)]
     targets = {"train": [0] * 7 + [1] * 9 + list(range(2, classes)), "val": [0, 0, 1]}
     file, figures, save = tmp_path / "sizes.png", [], class_sizes.pictures.save
     monkeypatch.setattr(
@@ -210,5 +211,7 @@ def test_unequal_classes_are_seen_and_said(tmp_path, monkeypatch, classes):
     assert file.is_file()
     bars = [[bar.get_width() for bar in axis.patches[:3]] for axis in figures[0].axes]
     assert bars == [[9, 7, 1], [1, 2, 0]], "the largest class of training first, in both"
+    labels = [label.get_text() for label in figures[0].axes[0].get_yticklabels()]
+    assert classes == 100 or labels == [f"class {i} *$_x dogs.\\udce4" for i in (1, 0, 2)]
     equal = class_sizes.draw(names, {"train": [*range(classes), *range(classes)]}, file)
     assert equal == "each class has 2 images in train/"
