@@ -64,7 +64,8 @@ def test_one_line(folder, tmp_path):
 
 @pytest.mark.parametrize(("text", "value"), [("0.75", 75), ("75", 75), ("1", 100)])
 def test_an_accuracy_is_a_share_or_per_cent(folder, parse, text, value):
-    assert parse("imagenet_nd", "--desired-acc", text, folder)["target_top1"] == value
+    longest = ("--epochs", 2, "--warmup-epochs", 2, "--start-epoch", 1)
+    assert parse("imagenet_nd", *longest, "--desired-acc", text, folder)["target_top1"] == value
 
 
 def test_a_tilde_is_the_home_folder_where_a_shell_leaves_it(folder, parse, monkeypatch, tmp_path):

@@ -221,6 +221,8 @@ def test_the_parts_of_a_data_set(tmp_path):
     *others, found = together.compare_data(sources, nodes, world)
     assert [one.level for one in others] == 2 * [OK]
     assert (found.level, found.text) == (ERROR, "DATA/test is missing on b")
+    nodes[0].parts.remove("test")  # nor is it needed
+    assert len([*together.compare_data(sources, nodes, world)]) == 2
     (data / "test/class_2").rename(data / "test/other")
     (found,) = one_node.check_data(args, 0, sources)
     text = f": {data}/train and {data}/test have different classes: only train has class_2"

@@ -357,6 +357,9 @@ def test_the_best_model_may_be_that_of_the_lowest_loss(ran, tmp_path):
 def test_the_last_line_says_how_to_continue(folder, tmp_path):
     """With --start-epoch, the same command would train the finished steps again."""
     line = ("-a", "tiny_plain", "-b", "5", "--epochs", "1", "--output-dir", tmp_path / "my runs")
+    anew = ("--train-time", "1e-9", "--output-dir", tmp_path, "--name", "a", "--resume", "auto")
+    out = train("imagenet_nd.py", *line, *anew, folder).out
+    assert out.endswith(" and run the same command again\n")
     out = train("imagenet_nd.py", "--train-time", "1e-9", "--start-epoch", "0", *line, folder).out
     advice = (
         "raise --train-time .* and run the same command with (--.*) and without --start-epoch\n$"
