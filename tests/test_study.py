@@ -145,8 +145,8 @@ def test_a_run_that_has_begun_keeps_its_options(tmp_path):
 @pytest.mark.parametrize(
     ("summary", "training", "own", "longer"),
     [
-        ({"finished_because": "epochs", "epochs_done": 2}, "--epochs {}", "", (2, 3)),
-        ({"finished_because": "train_time", "elapsed_seconds": 7201}, "", "--hours {}", (2, 2.5)),
+        ({"finished_because": "epochs", "epochs_done": 2}, "--epochs={}", "", (2, 3)),
+        ({"finished_because": "train_time", "elapsed_seconds": 7199}, "", "--hours {}", (2, 2.5)),
         (  # then until all epochs are done
             {"finished_because": "train_time", "elapsed_seconds": 7201},
             "--epochs 90",
@@ -452,7 +452,8 @@ def test_simulated_nodes_are_nodes_in_the_log_book(tmp_path, monkeypatch, target
     args, training = scaling_study.parse(f"{own} --output-dir {tmp_path} tests".split())
     runs = planning.plan(args, training)
     for number, one in enumerate(runs, 1):
-        facts = {"arch": "resnet18", "gpus": number, "nodes": 1, "global_batch": 128 * number}
+        processes = 2 * number - 1  # the second node has two
+        facts = {"arch": "resnet18", "gpus": processes, "nodes": 1, "global_batch": 128 * number}
         facts |= {"device": "cpu", "batch_per_gpu": 128}
         event_files.write(one.folder, event_files.epochs_of(100 * number, 128), options=facts)
         (one.folder / "options.json").write_text(json.dumps({target: 50}))
@@ -469,6 +470,7 @@ def test_simulated_nodes_are_nodes_in_the_log_book(tmp_path, monkeypatch, target
     assert "- [my\\_own \\#2](my_own%20%232.md)\n" in index
     assert not old.exists()
     assert "| nodes | 1 | 2 |" in page and "at an equal batch per process" in page
+    assert "| Scaling Efficiency | 1.00 | 0.33 |" in page
     assert "## Scaling" in page and f"\nbash {ROOT}/scripts/scaling_study.sh " in page
     assert "time to top-1 of 50 %" in page and "| epochs in 1 h | 4 | 4 |" in page
     # Who gets the log book alone has the curves, too.
