@@ -217,6 +217,7 @@ def test_the_table(tmp_path, written, options, expected, patterns):
 
 
 GOOD = {"arch": "resnet50", "gpus": 1, "val_images": 50_000, "global_batch": 256}
+SURE = GOOD | {"val_images": 500_000}
 CPU = GOOD | {"device": "cpu"}
 THREE = GOOD | {"class_count": 3}
 FEW = GOOD | {"device": "cpu", "batch_per_gpu": 64, "global_batch": 64}
@@ -280,6 +281,12 @@ BEYOND = "more than the noise of 50000 images, but another seed may change it as
              "c, d and e reached 33 % top-1: after 1.11 min (c), 50 s (d) and 40 s (e).",
              f"Best top-1: 31.00 % to 35.00 %, {BEYOND}"],
         ),
+        (  # seeds explain as much
+            {"a": (1600, (60, 75.9), SURE), "b": (3200, (60, 75.6), SURE)}, 80,
+            ["b trained 2.00 times as many images per second as a.",
+             "Best top-1: 75.90 % (a) and 75.60 % (b), more than the noise of 500000 images, but "
+             "another seed may change it as well."],
+        ),
         (  # a sweep, whose speeds differ by chance
             {"a": (1600, (60, 75.7), GOOD), "b": (1700, (60, 70.7), GOOD)}, 80,
             ["b trained 1.06 times as many images per second as a.",
@@ -310,7 +317,7 @@ BEYOND = "more than the noise of 50000 images, but another seed may change it as
         ),
     ],
     ids=["one", "within noise", "beyond noise", "little to say", "many", "commas",
-         "none faster", "three", "sweep", "chance", "one epoch", "impossible"],
+         "none faster", "three", "seeds", "sweep", "chance", "one epoch", "impossible"],
 )  # fmt: skip
 def test_the_sentences(tmp_path, runs, target, expected):
     base = next(iter(runs.values()))[0]
@@ -349,6 +356,7 @@ def test_runs_without_a_finished_epoch_compare_by_their_steps(tmp_path):
     assert cells["epochs"] == ["0.40 (no whole one)", "0.20 (no whole one)"]
     rows = csv.DictReader(io.StringIO(comparison.as_csv()))
     assert [row["epochs"] for row in rows] == ["0.4", "0.2"], "numbers, for other programs"
+    assert table(tmp_path / "a")[2].as_text(20).split()[0] == "a", "60 characters are no less"
     assert comparison.as_text(20).split()[:3] == ["run", "GPUs", "images/s"]
     assert comparison.sentences == [
         "a (0.40 epochs) and b (0.20 epochs) have not finished an epoch: speed and loss are those "
@@ -422,11 +430,13 @@ def test_resumed_run(tmp_path):
     assert table(run)[2].runs[0].hours == {1: 1.0, 2: 1.5}
     # Of a run that was stopped, continued on the next day, and killed.
     run = tmp_path / "killed"
+    options = {"gpus": 2, "command": "/home/me/imagenet_dp.py -b 9 /data"}
     for day, x, success in ((0, 1, False), (1, 2, None)):
-        write(run, {x: {"Top1/val": 10.0}}, BEGAN + 86400 * day, 100, {"gpus": 2}, success)
+        write(run, {x: {"Top1/val": 10.0}}, BEGAN + 86400 * day, 100, options, success)
     cells, _, comparison = table(run)
     assert (cells["state"], cells["epoch_h"]) == (["not finished"], ["1.67 min"])
     assert origin(comparison.runs[0])["date"] == "2020-08-09", "of its first start"
+    assert origin(comparison.runs[0])["command"] == "imagenet_dp.py -b 9 /data"
 
 
 def test_damaged_file_is_read_up_to_the_damage(tmp_path):
