@@ -200,6 +200,8 @@ def test_another_start_epoch_trains_from_there(place):
     assert [x for x, _ in curves["Loss/val"]] == [1, 2]
     losses = [y for _, y in curves["Step/loss"]]
     assert sum(losses) / STEPS == pytest.approx(sum(y for _, y in curves["Loss/train"]))
+    place.finish("anew", *ONE, "--start-epoch", "1")
+    assert [x["epoch"] for x in snapshot(run)["progress"]["history"]] == [1, 2]
 
 
 def test_time_limit_ends_in_a_snapshot_and_a_file_is_continued_in_place(place):
