@@ -217,7 +217,7 @@ def test_the_table(tmp_path, written, options, expected, patterns):
 
 
 GOOD = {"arch": "resnet50", "gpus": 1, "val_images": 50_000, "global_batch": 256}
-SURE = GOOD | {"val_images": 500_000}
+SURE = GOOD | {"val_images": 1_000_000}
 CPU = GOOD | {"device": "cpu"}
 THREE = GOOD | {"class_count": 3}
 FEW = GOOD | {"device": "cpu", "batch_per_gpu": 64, "global_batch": 64}
@@ -284,7 +284,7 @@ BEYOND = "more than the noise of 50000 images, but another seed may change it as
         (  # seeds explain as much
             {"a": (1600, (60, 75.9), SURE), "b": (3200, (60, 75.6), SURE)}, 80,
             ["b trained 2.00 times as many images per second as a.",
-             "Best top-1: 75.90 % (a) and 75.60 % (b), more than the noise of 500000 images, but "
+             "Best top-1: 75.90 % (a) and 75.60 % (b), more than the noise of 1000000 images, but "
              "another seed may change it as well."],
         ),
         (  # a sweep, whose speeds differ by chance

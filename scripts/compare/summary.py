@@ -304,7 +304,7 @@ def _accuracies(group: list[Run]) -> list[str]:
         listed = f"{low:.2f} %" + f" to {high:.2f} %" * (high > low)
     images = min(run.facts.get("val_images") or 0 for run in tops)
     noise = _noise(high, images) if images else 0.0
-    text = f", more than the noise of {images:g} images, but another seed may change it as well"
+    text = f", more than the noise of {images:.0f} images, but another seed may change it as well"
     if low == high:
         text = ", no difference"
     elif not images:
