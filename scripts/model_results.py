@@ -110,8 +110,11 @@ def main() -> int:
         return 0
     if best[0].classes != best[-1].classes:
         raise UserError(f"{runs[0]} and {runs[1]} have different classes", on_every_rank=True)
+    # Fail now, not after the evaluation.
+    if missing := [file for file in own.images if not file.exists()]:
+        raise UserError(f"--images {missing[0]} is missing", on_every_rank=True)
     if own.real:
-        figures.real_labels(own.real)  # fail now, not after the evaluation
+        figures.real_labels(own.real)
     out = own.out or best[-1].path.parent
     try:
         out.mkdir(parents=True, exist_ok=True)

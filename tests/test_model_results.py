@@ -138,6 +138,9 @@ def test_some_of_the_classes_and_two_runs(place, tmp_path):
     broken.parent.mkdir(parents=True)
     broken.write_bytes(b"no image")
     results(place / "run", tmp_path / "broken").fails_with("none of the images in", "broken")
+    done = results(place / "run", "--images", tmp_path / "no\n.jpg")
+    done.fails_with(f"--images {tmp_path}/no\\n.jpg is missing")
+    assert "21 images" not in done.out, "before an evaluation"
     (subset / "unknown").mkdir()
     results(place / "run", subset).fails_with("1 of the 3 classes", "unknown")
 
