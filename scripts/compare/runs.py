@@ -146,6 +146,7 @@ def find(path: Path) -> list[Run]:
         raise UserError(f"{path} has no TensorBoard event file (events.out.tfevents.*)")
     for file in files:
         if os.fsencode(file).decode(errors="replace") != str(file):
+            # TensorBoard does not open it, and pages and tables could not name it.
             raise UserError(f"the name {file.parent} is not UTF-8: rename it")
 
     def place(run: Run) -> tuple[float, list[int | str]]:
@@ -259,10 +260,9 @@ def _events(file: Path, notes: list[str]) -> Iterator[Any]:
     from tensorboard.compat.proto.event_pb2 import Event
 
     size, place = file.stat().st_size, 0  # before reading: the file may be growing
-    with open(file, "rb") as opened:  # TensorBoard opens no path that is not UTF-8
-        for record in RawEventFileLoader(f"/proc/self/fd/{opened.fileno()}").Load():
-            place += FRAME + len(record)
-            yield Event.FromString(record)
+    for record in RawEventFileLoader(str(file)).Load():
+        place += FRAME + len(record)
+        yield Event.FromString(record)
     if not size:
         notes.append(f"{file.name} is empty")
     elif place < size:  # the loader ends without a message where a checksum is wrong
