@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +60,15 @@ LONGEST += " commands resume preflight errors"
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {f"test_{name}.py": number for number, name in enumerate(LONGEST.split())}
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """xdist cannot send a failure in whose text a name is not UTF-8: all tests would end."""
+    report = yield
+    if report.failed and re.search("[\udc80-\udcff]", text := str(report.longrepr)):
+        report.longrepr = text.encode(errors="backslashreplace").decode()
+    return report
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

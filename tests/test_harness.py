@@ -24,6 +24,10 @@ TESTS = {
         def test_a(): pytest.skip("no chromium here")
         def test_b(): pass
         """,
+    "failing": """
+        def test_a(): raise ValueError("a name that is not UTF-8: \\udcfc")
+        def test_b(): pass
+        """,
 }
 
 
@@ -54,6 +58,11 @@ def test_tests_that_are_killed_leave_no_process(tmp_path, options):
         tests.wait()
         tests.stdout.close()
     assert eventually(lambda: not started.lives())
+
+
+def test_a_failure_with_a_hostile_name_leaves_the_other_tests(tmp_path):
+    out, _ = inner(tmp_path, "failing", "-n", "1").communicate()
+    assert "1 failed, 1 passed" in out and r"UTF-8: \udcfc" in out
 
 
 @pytest.mark.parametrize(("env", "code"), [({}, 0), ({"NO_SKIPS": "1"}, 1)])
