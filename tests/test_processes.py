@@ -144,9 +144,9 @@ def test_a_terminals_interrupt_ends_two_processes_with_a_snapshot(folder, tmp_pa
 
 # A training as torchrun starts it, but without torch, whose import takes seconds.
 WAITS = """
-import time
+import os, time
 from utils.start import launch
-launch.run_main(lambda: print("has begun", flush=True) or time.sleep(600))
+launch.run_main(lambda: os.write(1, b"has begun\\n") and time.sleep(600))  # in one piece
 """
 
 

@@ -114,11 +114,12 @@ def test_a_tool_that_is_stopped_while_it_loads_torch_prints_no_traceback(tmp_pat
     assert (result.code, result.err) == (130, "")
 
 
-# A training process in a long step: it notes the request to end, and goes on.
+# A training process in a long step: it notes the request to end, and goes on. Several write at once:
+# os.write writes a line as one piece.
 BUSY = """
-import signal, time
-signal.signal(signal.SIGTERM, lambda *_: print("asked", flush=True))
-print("up", flush=True)
+import os, signal, time
+signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"asked\\n"))
+os.write(1, b"up\\n")
 time.sleep(600)
 """
 
