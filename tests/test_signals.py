@@ -114,8 +114,8 @@ def test_a_tool_that_is_stopped_while_it_loads_torch_prints_no_traceback(tmp_pat
     assert (result.code, result.err) == (130, "")
 
 
-# A training process in a long step: it notes the request to end, and goes on. os.write writes a line
-# in one piece, as two of them write at the same time.
+# A training process in a long step: it notes the request to end, and goes on. os.write writes a
+# line in one piece, as two of them write at the same time.
 BUSY = """
 import os, signal, time
 signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"asked\\n"))
