@@ -78,5 +78,4 @@ class Training(Session):
         measured = self.ledger.entry.gpus == self.world.size  # not by one process for several
         joules = self.monitor.joules() if measured else None
         self.ledger.write(done * self.global_batch, joules)
-        if self.run.folder is not None:
-            self.run.folder.tell_written(self.ledger.path)
+        self.run.tell_written(self.ledger.path)

@@ -273,7 +273,7 @@ class Run:
         errors.how_to_continue = f"run the same command {_changes(self.args, folder) or 'again'}"
 
     def tell_written(self, path: Path) -> None:
-        """A file of the directory was written, by `SnapshotWriter`."""
+        """A file of the directory was written: a snapshot, perhaps the first one, or another."""
         if self.folder is not None:
             self._say_how_to_continue(self.folder.path)
             self.folder.tell_written(path)
