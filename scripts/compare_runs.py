@@ -85,6 +85,8 @@ def compare(args: argparse.Namespace) -> Comparison:
     ]
     if not with_epochs:
         raise UserError("; ".join(left_out))
+    if "/" in args.prefix:
+        raise UserError(f"--prefix {args.prefix} is a part of file names: the folder is --out")
     for option, values in (("labels", args.labels), ("numbers of GPUs", args.gpus)):
         if values and len(values) != len(with_epochs):
             names = ", ".join(run.folder.name for run in with_epochs)
