@@ -275,9 +275,15 @@ def test_on_hosts_of_a_file_and_asked_on_a_terminal(nodes, tmp_path):
         assert "[node1] killing " in done
         assert "ssh to node7 failed" in done
         assert not commands(nodes[1])
+        done = nodes[0].run(f"script -qec '{asked} 2>&1 | cat' /dev/null </dev/null")
+        assert "error: it cannot ask, as its output goes elsewhere: add --yes" in done.out
         left = "nothing was ended"
         # "": Ctrl-D
-        for answer, to, said in (("", "", left), (r"\n", "| cat", left), (r"y\n", "", "killing")):
+        for answer, to, said in (
+            ("", "2>/dev/null", left),
+            (r"\n", "| cat", left),
+            (r"y\n", "", "killing"),
+        ):
             assert commands(nodes[0])
             done = nodes[0].run(f"printf '{answer}' | script -qec '{asked} {to}' /dev/null")
             assert done.code == 0, done.out

@@ -176,17 +176,19 @@ def main():
                 print(f"[{host.name}] {line}")
         return max(2 if code == hosts.SSH_FAILED else code for _, code, _ in answers)
 
-    # stderr, as the output may be in a pipe or a file.
-    if sys.stdin.isatty() and sys.stderr.isatty() and not (options.yes or options.dry_run):
+    if sys.stdin.isatty() and not (options.yes or options.dry_run):
+        shown = next((one for one in (sys.stdout, sys.stderr) if one.isatty()), None)
+        if shown is None:  # in pipes or files
+            raise hosts.UserError("it cannot ask, as its output goes elsewhere: add --yes")
         with contextlib.redirect_stdout(io.StringIO()) as listed:
             code = act(True)
-        print(listed.getvalue(), end="", file=sys.stderr)
+        print(listed.getvalue(), end="", file=shown)
         if "would end" not in listed.getvalue():
             return code
-        print("End these runs? [y/N] ", end="", file=sys.stderr, flush=True)
+        print("End these runs? [y/N] ", end="", file=shown, flush=True)
         # Not input(): Ctrl-D would be a traceback.
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-            print("nothing was ended", file=sys.stderr)
+            print("nothing was ended", file=shown)
             return 0
     return act(options.dry_run)
 

@@ -100,8 +100,8 @@ def misplaced(data: Path) -> str | None:
 
     A part has class folders, other than a class that has such a name.
     """
-    if whole := _whole(data):
-        return f"{data} is a part of a data set: give {whole}"
+    if parent := _parent_set(data):
+        return f"{data} is a part of a data set: give {parent}"
     folders = [data / name for name in class_names(data)]
     whole = [one for one in folders if (one / "train").is_dir() and (one / "val").is_dir()]
     if len(whole) == 1 and not (data / "train").exists():
@@ -120,18 +120,22 @@ def misplaced(data: Path) -> str | None:
     return None
 
 
-def _whole(data: Path) -> Path | None:
+def _named(data: Path) -> Path:
+    """``data`` with a name of its own, which "." and ".." have not."""
+    return data if data.name not in ("", "..") else data.resolve()
+
+
+def _parent_set(data: Path) -> Path | None:
     """The data set of which ``data`` is a part: another part beside it shares a class."""
-    data = data if data.name not in ("", "..") else data.resolve()
+    data = _named(data)
     parts = {name: part for part, names in NAMES.items() for name in names}
     if not (part := parts.get(data.name.lower())):
         return None
     classes = set(class_names(data))
     with suppress(OSError):  # a folder that may not be listed
         for name in class_names(data.parent):
-            if parts.get(name.lower(), part) != part and classes & {
-                *class_names(data.parent / name)
-            }:
+            is_other = parts.get(name.lower(), part) != part
+            if is_other and classes & {*class_names(data.parent / name)}:
                 return data.parent
     return None
 
@@ -155,7 +159,7 @@ def split_advice(data: Path) -> str | None:
 
 def beside(data: Path, ending: str) -> Path:
     """The folder DATA_ENDING."""
-    data = data if data.name not in ("", "..") else data.resolve()
+    data = _named(data)
     return data.with_name(f"{data.name}_{ending}")
 
 
