@@ -8,10 +8,10 @@
     python scripts/model_results.py runs/my_run DATA --real real.json
     python scripts/model_results.py runs/my_run --export my_model
 
-Writes two files into the run's folder (with two runs, into the second one's): results_PART.html,
-which needs no other file, and predictions_PART.csv with all predictions. DATA is the training's
-data set, or another one with some of its classes in DATA/val/CLASS or DATA/CLASS. Folder names say
-which. The model then chooses among these classes only, as is usual for ImageNet-A and -R.
+Writes results_PART.html, which needs no other file, and predictions_PART.csv with all predictions
+into the run's folder (of two runs, one page and two CSV files into the second one's). DATA is the
+training's data set, or another one with some of its classes in DATA/val/CLASS or DATA/CLASS. Folder
+names say which. The model then chooses among these classes only, as is usual for ImageNet-A and -R.
 """
 
 import json
@@ -42,6 +42,7 @@ def parser() -> ArgumentParser:
     add("places", nargs="+", type=Path, metavar="RUN [RUN] [DATA]", help=text)
     add("--part", choices=("val", "test"), default="val", help="evaluate on DATA/val or DATA/test")
     text = "print the five most likely classes of these image files, and show them on the page"
+    text += "; a folder stands for the images in it"
     add("--images", nargs="+", type=place, default=[], metavar="FILE", help=text)
     text = "also score by the ReaL labels of ImageNet's validation images (Beyer et al. 2020)"
     add("--real", type=place, metavar="FILE", help=text)
@@ -72,6 +73,7 @@ import imagenet_ddp
 from utils import options
 from utils.data import wordnet
 from utils.data.opening import has_classes
+from utils.data.sources import SUFFIXES, is_hidden
 from utils.run.console import Console
 from utils.run.run_directory import OPTIONS
 from utils.run.snapshots import BEST
@@ -110,9 +112,8 @@ def main() -> int:
         return 0
     if best[0].classes != best[-1].classes:
         raise UserError(f"{runs[0]} and {runs[1]} have different classes", on_every_rank=True)
+    own.images = [file for place in own.images for file in image_files(place)]
     # Fail now, not after the evaluation.
-    if missing := [file for file in own.images if not file.exists()]:
-        raise UserError(f"--images {missing[0]} is missing", on_every_rank=True)
     if own.real:
         figures.real_labels(own.real)
     out = own.out or best[-1].path.parent
@@ -169,6 +170,18 @@ def worker(args: ResultOptions) -> int:
             except OSError as error:
                 raise unwritable(args.out, error) from None
     return 0
+
+
+def image_files(place: Path) -> list[Path]:
+    """The file ``place``, or the image files in the folder ``place``, by name. Raises: `UserError`."""
+    if not place.is_dir():
+        if not place.exists():
+            raise UserError(f"--images {place} is missing", on_every_rank=True)
+        return [place]
+    files = [file for file in sorted(place.iterdir()) if file.name.lower().endswith(SUFFIXES)]
+    if files := [file for file in files if not is_hidden(file.name)]:
+        return files
+    raise UserError(f"--images {place}: no image is in this folder itself", on_every_rank=True)
 
 
 def write(args: ResultOptions, best: list[Best], results: list[Predictions], world: World) -> None:

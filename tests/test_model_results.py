@@ -138,6 +138,7 @@ def test_some_of_the_classes_and_two_runs(place, tmp_path):
     broken.parent.mkdir(parents=True)
     broken.write_bytes(b"no image")
     results(place / "run", tmp_path / "broken").fails_with("none of the images in", "broken")
+    results(place / "run", "--images", tmp_path / "broken").fails_with("no image is in this folder")
     done = results(place / "run", "--images", tmp_path / "no\n.jpg")
     done.fails_with(f"--images {tmp_path}/no\\n.jpg is missing")
     assert "21 images" not in done.out, "before an evaluation"
@@ -225,7 +226,13 @@ def test_bad_input_is_an_error(place, tmp_path, monkeypatch):
     (tmp_path / "Labels.json").write_text(json.dumps(words))
     (tmp_path / "options.json").write_text('{"data": "/nowhere"}')
     image = next(place.glob("data/val/class_1/*"))
-    done = results(tmp_path / "best.pt", "--images", image, "--out", tmp_path / "page")
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    (photos / image.name).symlink_to(image)
+    (photos / f"._{image.name}").write_text("what macOS leaves beside a file")
+    (photos / "notes.txt").touch()
+    image = photos / image.name
+    done = results(tmp_path / "best.pt", "--images", photos, "--out", tmp_path / "page")
     assert re.search(rf"{image}: n0\d+ (tench|goldfish|crane) \d+\.\d %, n0", done.out)
     assert (tmp_path / "page/results_images.html").is_file()
     (tmp_path / "options.json").unlink()  # best.pt alone was copied to another machine

@@ -249,7 +249,7 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter, DocstringFormatter):
     """As `DocstringFormatter`, with the defaults of options if there are any."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default is None or action.default is False:
+        if action.default is None or action.default is False or action.default == []:
             return action.help
         return super()._get_help_string(action)
 
