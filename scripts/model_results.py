@@ -173,7 +173,7 @@ def worker(args: ResultOptions) -> int:
 
 
 def image_files(place: Path) -> list[Path]:
-    """The file ``place``, or the image files in the folder ``place``, by name. Raises: `UserError`."""
+    """The file ``place``, or the images in the folder ``place``, by name. Raises: `UserError`."""
     if not place.is_dir():
         if not place.exists():
             raise UserError(f"--images {place} is missing", on_every_rank=True)
