@@ -137,7 +137,6 @@ def main(argv: list[str] | None = None) -> int:
         else f"Comparison: {labels}"
     )
     looks = pictures.looks_of(comparison)
-    drawn = pictures.draw(comparison, out, args.prefix, formats=args.formats)
     html = page.render(
         Path(page.__file__).with_name("page.html"),
         title=title,
@@ -149,8 +148,10 @@ def main(argv: list[str] | None = None) -> int:
         origins={run.label: origin(run) for run in comparison.runs},
     )
     texts = {"md": comparison.as_markdown() + "\n", "csv": comparison.as_csv(), "html": html}
-    for kind, text in texts.items():
-        (out / f"{args.prefix}compare.{kind}").write_text(text, encoding="utf-8")
+    with errors.writing(out, "--out"):
+        drawn = pictures.draw(comparison, out, args.prefix, formats=args.formats)
+        for kind, text in texts.items():
+            (out / f"{args.prefix}compare.{kind}").write_text(text, encoding="utf-8")
     print(f"\nin {out}: {args.prefix}compare.md, .csv, .html, and {len(drawn)} pictures")
     if "overlay" in drawn:
         print(f"one picture of all: {drawn['overlay']}")

@@ -107,7 +107,8 @@ def main() -> int:
     if own.export and len(best) > 1:
         raise UserError("--export writes one model: give one run", on_every_rank=True)
     if own.export:
-        files = export.export(best[0], own.export, own.onnx)
+        with errors.writing(own.export, "--export"):
+            files = export.export(best[0], own.export, own.onnx)
         print(f"{best[0].path} -> {', '.join(map(str, files))}")
         return 0
     if best[0].classes != best[-1].classes:
@@ -117,11 +118,9 @@ def main() -> int:
     if own.real:
         figures.real_labels(own.real)
     out = own.out or best[-1].path.parent
-    try:
+    with errors.writing(out, "--out"):
         out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=out).close()
-    except OSError as error:
-        raise unwritable(out, error) from None
     data = rest[0] if rest else recorded_data(best[0], is_needed=not own.images)
     evaluates = bool(rest) or not own.images or (data is not None and data.is_dir())
     data = data if evaluates and data else out  # a folder that exists
@@ -135,11 +134,6 @@ def main() -> int:
     mine["best"] = [one.path for one in best]
     evaluation = options.parse(imagenet_ddp.parser(), words)
     return launch.run(worker, ResultOptions(**vars(evaluation) | mine))
-
-
-def unwritable(out: Path, error: OSError) -> UserError:
-    text = f"cannot write into {out} ({error.strerror}): choose a folder with --out"
-    return UserError(text, on_every_rank=True)
 
 
 def recorded_data(best: Best, is_needed: bool) -> Path | None:
@@ -165,10 +159,8 @@ def worker(args: ResultOptions) -> int:
             own = args.replaced(preprocessing=one.preprocessing, image_size=size)
             results.append(predictions.predict(one, own, world, args.all_classes))
         if world.is_main:
-            try:
+            with errors.writing(args.out, "--out"):
                 write(args, best, results, world)
-            except OSError as error:
-                raise unwritable(args.out, error) from None
     return 0
 
 

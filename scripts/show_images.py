@@ -39,7 +39,7 @@ from utils.run import store
 from utils.run.console import Console
 from utils.run.run_directory import checkpoint_file
 from utils.start.atomic import read_checkpoint
-from utils.start.errors import UserError, exit_with, printable
+from utils.start.errors import UserError, exit_with, printable, writing
 from utils.start.option_types import Options, Parser, count, is_url, list_of, place, positive
 from utils.start.world import World
 
@@ -195,8 +195,9 @@ def main() -> int:
     picture, line, loaders = draw(args)
     try:
         sizes = args.out.with_stem(f"{args.out.stem}_classes")
-        picture.save(args.out)
-        about_sizes = draw_class_sizes(loaders, Path(args.data), sizes)
+        with writing(args.out, "--out"):
+            picture.save(args.out)
+            about_sizes = draw_class_sizes(loaders, Path(args.data), sizes)
     except ValueError:
         raise UserError(f"--out {args.out}: give a file name that ends in .png") from None
     print(f"wrote {args.out}: {line}")

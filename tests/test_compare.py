@@ -493,7 +493,7 @@ def test_bad_input_is_an_error(tmp_path, monkeypatch):
         "good --labels a b": "2 labels for 1 runs (good); give one per run",
         "good --labels ''": "each run needs a label of its own",
         "good --labels ' '": "each run needs a label of its own",
-        "good --out notes.txt": "notes.txt",
+        "good --out notes.txt": "cannot write notes.txt (File exists): choose another place with",
         "good --prefix a/b": "--prefix a/b is a part of file names: the folder is --out",
         "x_gpux2_b4_cpu1_ddp --results binary": "binary is not a text file",
         "--results good x_gpux2_b4_cpu1_ddp": "good is not a text file",

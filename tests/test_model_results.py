@@ -248,6 +248,7 @@ def test_bad_input_is_an_error(place, tmp_path, monkeypatch):
     for words, message in (
         ((place, place / "data"), "has no best.pt"),
         ((place / "run", "--out", tmp_path / "file/page"), "cannot write .* --out"),
+        ((place / "run", "--export", tmp_path / "file/model"), "another place with --export"),
         ((place / "run", "--real", tmp_path / "real.json"), "not a list of lists"),
         ((place / "run", place / "run", "--export", tmp_path / "out"), "one model: give one run"),
     ):

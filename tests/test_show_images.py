@@ -138,6 +138,7 @@ def test_the_original_of_an_unreadable_image_is_the_one_in_its_place(folder, tmp
         ("--epochs 0,90", "epoch 90 is not one of the 90 epochs"),
         ("--out picture.doc", "ends in .png"),
         ("--out .", "ends in .png"),
+        ("--out /dev/null/x.png", "cannot write .* another place with --out"),
         ("--dummy", "--dummy has no images"),
         ("--val --epochs 0,1", "leave out --val"),
     ],

@@ -9,7 +9,7 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -60,6 +60,16 @@ def typed(name: str) -> str:
 def command(script: str, *words: str | Path) -> str:
     """The command line that runs a script of scripts/, to be typed in the current folder."""
     return " ".join(["python", typed(f"scripts/{script}"), shlex.join(map(str, words))]).rstrip()
+
+
+@contextlib.contextmanager
+def writing(place: Path, option: str) -> Iterator[None]:
+    """Report that ``place`` cannot be written, and the ``option`` for another. Raises: `UserError`."""
+    try:
+        yield
+    except OSError as error:
+        text = f"cannot write {place} ({error.strerror or error}): choose another place with {option}"
+        raise UserError(text, on_every_rank=True) from None
 
 
 _ending = threading.RLock()  # never released
