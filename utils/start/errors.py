@@ -64,12 +64,12 @@ def command(script: str, *words: str | Path) -> str:
 
 @contextlib.contextmanager
 def writing(place: Path, option: str) -> Iterator[None]:
-    """Report that ``place`` cannot be written, and the ``option`` for another. Raises: `UserError`."""
+    """If ``place`` cannot be written, name the ``option`` for another one. Raises: `UserError`."""
     try:
         yield
     except OSError as error:
-        text = f"cannot write {place} ({error.strerror or error}): choose another place with {option}"
-        raise UserError(text, on_every_rank=True) from None
+        text = f"cannot write {place} ({error.strerror or error}): choose another place with"
+        raise UserError(f"{text} {option}", on_every_rank=True) from None
 
 
 _ending = threading.RLock()  # never released
