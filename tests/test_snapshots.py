@@ -18,7 +18,7 @@ from running import eventually, fill, same, small_disk
 from test_checkpoint import ours, trained
 
 from utils.run import snapshots
-from utils.run.snapshots import PREVIOUS, SNAPSHOT, SnapshotWriter, read_whole, write
+from utils.run.snapshots import BEST, PREVIOUS, SNAPSHOT, SnapshotWriter, read_whole, write
 from utils.start import progress
 from utils.start.atomic import link_atomically, read_checkpoint, save_atomically
 from utils.start.errors import UserError
@@ -185,11 +185,18 @@ def test_what_is_written_is_the_state_at_the_call(tmp_path, monkeypatch):
 
 
 def test_a_failing_write_is_reported_once_until_it_works_again(tmp_path, logged):
-    writer = SnapshotWriter(tmp_path)
-    for folder in ("missing", "missing", ""):
+    """So is the best model, as it was then: perhaps no later epoch is better."""
+    writer, state = SnapshotWriter(tmp_path), trained()
+    before = copy.deepcopy(state.model.state_dict())
+    for folder in ("missing", "missing", "", ""):
+        best = {} if state.epoch > 2 else {BEST: {"state_dict": state.model.state_dict()}}
         writer.folder = tmp_path / folder
-        writer.save({SNAPSHOT: ours()})
+        writer.save({**best, SNAPSHOT: ours(state)})
         assert bool(writer.wait()) == bool(folder)
+        state.epoch += 1
+        state.model.state_dict()["0.weight"].zero_()
+    assert same(read_checkpoint(tmp_path / BEST)["state_dict"], before)
+    assert read_checkpoint(tmp_path / PREVIOUS)["progress"]["epoch"] == 4
     assert [line.split()[0] for line in logged] == ["warning:", f"{tmp_path / SNAPSHOT}"]
 
 

@@ -116,13 +116,15 @@ def write(content: dict[str, Any], path: Path) -> None:
 class SnapshotWriter:
     """Writes sets of files into a folder, one after the other, in a thread. Only in rank 0.
 
-    A failed write is logged, and so is the next one that succeeds. The thread calls ``written``
+    A failed write is logged, and so is the next one that succeeds. What could not be written is
+    written with the next set, unless that has a file of the same name. The thread calls ``written``
     with the path of each file that it has written.
     """
 
     def __init__(self, folder: Path, written: Callable[[Path], None] = lambda path: None):
         self.folder, self.written = folder, written
         self.failure: UserError | None = None  # of the last write
+        self.unwritten: dict[str, dict[str, Any]] = {}  # because of it
         self.pauses: list[float] = []  # seconds that training paused, one entry per snapshot
         self._thread = threading.Thread()  # the last one
         self._buffers: dict[str, Tensor] = {}  # of the last copies; new memory would be slower
@@ -167,9 +169,13 @@ class SnapshotWriter:
         return str(self.failure) if self.failure else None
 
     def _write(self, contents: dict[str, dict[str, Any]]) -> None:
+        # Perhaps no later epoch is better than one whose best.pt has failed. It comes first.
+        old = {name: one for name, one in self.unwritten.items() if name not in contents}
+        self.unwritten = old | contents
         try:
-            for name, content in contents.items():
+            for name, content in list(self.unwritten.items()):
                 write(content, self.folder / name)
+                del self.unwritten[name]
                 self.written(self.folder / name)
         except UserError as failure:
             if self.failure is None:
