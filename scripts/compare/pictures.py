@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from compare import page, palette
 from compare.comparison import Comparison
@@ -14,16 +14,13 @@ from compare.palette import Style
 from compare.runs import RATE, Run, ratio
 from compare.table import NONE
 
-if TYPE_CHECKING:
-    from matplotlib.typing import RcKeyType
-
 DASHES: dict[str, str] = dict(
     zip(palette.DASHES, ("-", "--", ":"), strict=True)
 )  # matplotlib's names
 INK, GRID, SOFT = "#1a1c1e", "#dcdddf", page.SOFT
 LOGARITHMIC = 5  # runs whose hours differ by more than this factor get a logarithmic axis
 DECADES = 50  # losses that differ by more than this factor get a logarithmic axis
-MATPLOTLIB: "dict[RcKeyType, Any]" = {
+MATPLOTLIB: dict[Any, Any] = {  # its type of keys is younger than matplotlib 3.10
     "font.size": 13, "axes.titlesize": 14, "axes.titleweight": "bold", "axes.titlelocation": "left",
     "axes.titlepad": 12, "axes.spines.top": False, "axes.spines.right": False,
     "axes.axisbelow": True, "axes.edgecolor": INK, "axes.labelcolor": INK, "text.color": INK,
