@@ -19,8 +19,9 @@ ENV = {"STEP_SECONDS": "0.05"}
 # Of one node. What srun starts is in a session of its own, to which scancel sends its signal.
 STAND_INS = {
     "scontrol": '[ $1 = show ] && echo localhost || echo "$@" >> $0.log',
-    "scancel": "kill -USR1 -- -$(cat ${0%/*}/srun.pid)",
-    "srun": """while [[ $1 == --* ]]; do shift; done
+    "scancel": 'echo "$@" >> $0.log; kill -USR1 -- -$(cat ${0%/*}/srun.pid)',
+    "srun": """[ $SLURM_EXPORT_ENV = ALL ] || exec env -i "$BASH" -c 'exec getent'
+        while [[ $1 == --* ]]; do echo "$1" >> $0.log; shift; done
         echo $$ > $0.pid; export SLURM_NODEID=0; exec setsid "$@" """,
 }
 SBATCH = "import os, sys; os.execvp('bash', ['bash', 'scripts/train.sbatch', *sys.argv[1:]])"
@@ -48,7 +49,10 @@ def test_only_a_job_at_its_time_limit_is_requeued(folder, tmp_path):
     job_id = os.getpid()  # the master's port depends on it
     env = {"SLURM_JOB_ID": str(job_id), "SLURM_JOB_NODELIST": "localhost", "SLURM_NNODES": "1"}
     env |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable, **ENV}
-    env |= {"SLURM_GPUS_ON_NODE": "2", "NPROC": "1"}
+    env |= {"SLURM_EXPORT_ENV": "NONE", "SLURM_GPUS_ON_NODE": "2", "NPROC": "1"}
+    # Asked for with a task per GPU; the last one of a job array, which has the array's number.
+    env |= {"SLURM_GPUS_PER_TASK": "1", "SLURM_NTASKS": "2", "SLURM_ARRAY_TASK_ID": "7"}
+    env |= {"SLURM_ARRAY_JOB_ID": str(job_id)}
     for data, code in ((folder, 0), ("/nowhere", 2)):
         words = ["imagenet_ddp.py", *TINY_LINE.split(), "-p", 1, "--epochs", 10000]
         with Running("-c", SBATCH, *words, "--output-dir", tmp_path, data, **env) as job:
@@ -58,7 +62,10 @@ def test_only_a_job_at_its_time_limit_is_requeued(folder, tmp_path):
             done = job.result()
             assert done.code == code, done.out + done.err
     assert "/nowhere is missing" in done.err
-    assert (tmp_path / "scontrol.log").read_text() == f"requeue {job_id}\n"
+    assert (tmp_path / "scontrol.log").read_text() == f"requeue {job_id}_7\n"
+    assert (tmp_path / "scancel.log").read_text() == f"--signal=USR1 {job_id}_7\n"
+    options = (tmp_path / "srun.log").read_text().splitlines()
+    assert {"--ntasks=1", "--ntasks-per-node=1", "--gpus-per-node=2"} < {*options}
     facts = summary(tmp_path / f"slurm_{job_id}")
     assert (facts["finished_because"], facts["world_size"]) == ("interrupted", 1)
 
@@ -94,7 +101,7 @@ def test_a_time_limit_gives_a_snapshot_and_the_queue(folder, tmp_path):
     log, run = tmp_path / "log", tmp_path / "runs" / "mine"
     with Nodes(2) as nodes:
         ask = start_slurm(nodes, tmp_path)
-        options = f"--parsable --output={log} --time=2 --signal=B:USR1@60"
+        options = f"--parsable --output={log} --time=2 --signal=B:USR1@60 --ntasks-per-node=2"
         training = f"imagenet_ddp.py {TINY_LINE} -p 1000 --name mine --epochs 5000"
         training += f" --output-dir {run.parent} {folder}"
         job = ask(f"sbatch {options} scripts/train.sbatch {training}").strip()
