@@ -95,6 +95,17 @@ def test_the_wrappers_torchrun_takes_a_node_to_the_preflight_check(clean):
 
 
 @pytest.mark.parametrize(
+    ("task", "pid", "nodes", "says"),
+    [(0, 0, "1", True), (1, 0, "1", False), (0, 1, "1", False), (0, 0, "2", False)],
+)
+def test_copies_of_srun_that_train_alone_are_noticed(clean, capsys, task, pid, nodes, says):
+    clean.setattr(preflight, "meet", mock.Mock())
+    env = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": str(task)} | MASTER
+    run("", env | {"SLURM_TASK_PID": str(os.getpid() + pid), "WORLD_SIZE": nodes}, 1)
+    assert ("srun has started 4 copies" in capsys.readouterr().out) == says
+
+
+@pytest.mark.parametrize(
     ("line", "env", "words"),
     [
         ("-g 3", {}, "-g 3 is too large: GPUs of this node: 2"),

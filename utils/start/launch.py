@@ -341,6 +341,11 @@ def run(worker: Callable[[OptionsT], int], args: OptionsT) -> int:
         raise UserError(f"-g {processes} is too large: GPUs of this node: {visible}")
     if nodes > 1:
         preflight.meet(rank, nodes, processes, (host, number), args.dist_timeout)
+    elif os.environ.get("SLURM_TASK_PID") == str(os.getpid()):  # not a shell of `srun --pty`
+        copies = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
+        if copies > 1 and os.environ.get("SLURM_PROCID") == "0":
+            text = f"note: srun has started {copies} copies of this, and each trains on its own; "
+            print(text + "`sbatch scripts/train.sbatch` makes one training of them", flush=True)
     job = {"WORLD_SIZE": nodes * processes, "LOCAL_WORLD_SIZE": processes}
     job |= {"MASTER_ADDR": host, "MASTER_PORT": number}
     ranks = [
