@@ -28,7 +28,7 @@ from utils.run.snapshots import BEST
 from utils.start.atomic import read_checkpoint
 from utils.start.errors import UserError
 from utils.start.option_types import Options
-from utils.start.world import World, gather
+from utils.start.world import World, as_state_dict, gather
 
 NEEDED = ("state_dict", "arch", "classes", "preprocessing", "model_args")
 TOP = 5
@@ -57,7 +57,7 @@ class Best:
         model = models.create(self.arch, len(self.classes), self.preprocessing.image_size)
         blocks.scale_input_as(self.content, model)
         try:
-            model.load_state_dict(self.content["state_dict"])
+            model.load_state_dict(as_state_dict(self.content["state_dict"], model.state_dict()))
         except RuntimeError as error:
             text = " ".join(str(error).split())[:250]
             raise UserError(f"{self.path} does not fit {self.arch} ({text})", True) from None

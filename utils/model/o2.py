@@ -29,7 +29,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from utils.model import kernels
 from utils.start.errors import UserError
 from utils.start.option_types import Options
-from utils.start.world import World
+from utils.start.world import World, as_state_dict
 
 # ---- the loss scale, on the device
 
@@ -282,12 +282,13 @@ class Weights:
         own: dict[str, Tensor] = self.model.state_dict()
         masters = self.named_masters()
         state = {name: masters.get(name, value).detach() for name, value in own.items()}
-        return {n: x.float() if x.is_floating_point() else x for n, x in state.items()}
+        state = {n: x.float() if x.is_floating_point() else x for n, x in state.items()}
+        return as_state_dict(state, own)
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load float32 (or float16) weights into the model and the masters."""
-        self.model.load_state_dict(state)
+        self.model.load_state_dict(as_state_dict(state, self.model.state_dict()))
         for name, master in self.named_masters().items():
             master.copy_(state[name])
 

@@ -20,6 +20,7 @@ from utils.model.blocks import is_own, scale_input_as
 from utils.start.atomic import read_checkpoint
 from utils.start.errors import UserError
 from utils.start.option_types import Options
+from utils.start.world import as_state_dict
 
 _EMA = ("state_dict_ema", "model_ema")  # key in timm's files; in those of torchvision's references
 MOST_MISSING = 0.1  # share of the model's tensors; a file that lacks more is for another model
@@ -170,7 +171,7 @@ def load_weights(model: nn.Module, file: str, arch: str, classes: int) -> list[s
     if len(missing) > MOST_MISSING * len(own):
         why = f"{len(missing)} of {len(own)} weights are not in it: {_list(missing)}"
         raise UserError(f"{path} does not fit {arch}: {why}", on_every_rank=True)
-    model.load_state_dict(own | fitted)
+    model.load_state_dict(as_state_dict(own | fitted, own))
     scale_input_as(content, model)
     kinds = {
         "new": new_head,

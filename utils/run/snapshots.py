@@ -23,7 +23,7 @@ from utils.start import progress
 from utils.start.addresses import is_elastic
 from utils.start.atomic import link_atomically, read_checkpoint, save_atomically, unnamed_files
 from utils.start.errors import UserError
-from utils.start.world import is_sharded, shard_like, whole
+from utils.start.world import as_state_dict, is_sharded, shard_like, whole
 
 log = logging.getLogger(__name__)
 
@@ -194,7 +194,8 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
 def _map_tensors(change: Callable[[Tensor, str], Any], value: Any, key: str = "") -> Any:
     """``value`` with ``change(tensor, key)`` for each tensor in its dictionaries and lists."""
     if isinstance(value, dict):
-        return {name: _map_tensors(change, x, f"{key}/{name}") for name, x in value.items()}
+        made = {name: _map_tensors(change, x, f"{key}/{name}") for name, x in value.items()}
+        return as_state_dict(made, value) if hasattr(value, "_metadata") else made
     if isinstance(value, (list, tuple)):
         return type(value)(_map_tensors(change, x, f"{key}/{i}") for i, x in enumerate(value))
     return change(value, key) if isinstance(value, Tensor) else value
@@ -232,11 +233,10 @@ class ModelPart:
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Raises: RuntimeError for the weights of another model."""
-        sharded = is_sharded(self.model)
+        own, sharded = self.model.state_dict(), is_sharded(self.model)
         if sharded:
-            own = self.model.state_dict()
             state = {name: shard_like(full, own.get(name, full)) for name, full in state.items()}
-        self.model.load_state_dict(state)
+        self.model.load_state_dict(as_state_dict(state, own))
 
 
 class OptimizerPart:
@@ -419,8 +419,9 @@ def best_of(state: TrainState, arch: str, snapshot: dict[str, Any]) -> dict[str,
     """
     averaged = bool(state.best.get("ema"))
     weights = snapshot["model"]
+    averages = snapshot["ema"]["model"] if averaged else {}
     return {
-        "state_dict": {**weights, **snapshot["ema"]["model"]} if averaged else weights,
+        "state_dict": as_state_dict(weights | averages, weights),
         "weights": "ema" if averaged else "model",
         "arch": arch,
         **{name: state.best.get(name) for name in ("epoch", "top1", "top5", "loss")},

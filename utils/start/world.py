@@ -9,7 +9,8 @@ import socket
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -403,6 +404,16 @@ def shard_like(full: Tensor, like: Tensor) -> Tensor:
     full = full.detach().contiguous()
     shard = distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
     return shard.clone()  # without clone, a shard on the CPU would keep all of ``full`` in memory
+
+
+def as_state_dict(tensors: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
+    """``tensors`` with the versions of layers that the state dict ``like`` has beside its tensors.
+
+    MNASNet of torchvision loads nothing without them, and other programs' files may lack them.
+    """
+    state = OrderedDict(tensors)
+    state.__dict__.update(vars(like) if isinstance(like, OrderedDict) else {})
+    return state
 
 
 def _is_shard(tensor: Tensor) -> "TypeGuard[DTensor]":
