@@ -236,8 +236,12 @@ def test_shortages_that_torch_reports():
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "too little memory"),
         (OSError(errno.ENOSPC, "No space left on device", "/data/x"), "on the disk for /data/x"),
         (OSError(errno.EDQUOT, "Disk quota exceeded", "/home/x"), "on the disk for /home/x"),
+        (OSError(errno.EIO, ""), "cannot use a file (Input/output error): check its disk"),
+        (OSError(errno.ENOTCONN, "", "/mnt/x"), "cannot use /mnt/x (Transport endpoint is not"),
+        (PermissionError(errno.EACCES, "", "/data"), "permissions, then run the same command"),
     ):
         assert words in str(explain(error)), error
+    assert explain(OSError(errno.ENOTCONN, "of a socket")) is None
     assert explain(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
 
 

@@ -288,7 +288,8 @@ class Run:
                 folder = self.folder.path if self.folder else self.args.output_dir
                 raise UserError(
                     f"cannot write into the run directory {folder} ({error.strerror}): "
-                    "existing files are intact; free disk space, or choose another --output-dir"
+                    "existing files are intact; free disk space, correct its permissions, or "
+                    "choose another --output-dir"
                 ) from error
 
         return broadcast_from_rank0(guarded, self.world)

@@ -19,6 +19,9 @@ from utils.start.errors import UserError, typed
 NAMED_ALIKE = ("torch", "torchvision", "tensorboard", "numpy", "tqdm", "plotly", "filelock")
 REQUIRED = {name: name for name in (*NAMED_ALIKE, "matplotlib")}
 REQUIRED |= {"PIL": "pillow", "google": "protobuf"}
+# Of a disk or network mount that fails; the latter also of sockets, which have no file name.
+DISK = (errno.EIO, errno.ESTALE, errno.EROFS)
+MOUNT = (errno.EACCES, errno.EPERM, errno.ENOTCONN, errno.EHOSTDOWN, errno.ETIMEDOUT)
 
 
 def explain(error: BaseException) -> UserError | None:
@@ -44,13 +47,16 @@ def explain(error: BaseException) -> UserError | None:
     if code == errno.EAGAIN or "can't start new thread" in text:
         text = "no more processes or threads can be started: close other programs, use fewer "
         return UserError(text + "workers (-j), or raise `ulimit -u` or the container's limit")
+    file = getattr(error, "filename", None)
     if code in (errno.ENOSPC, errno.EDQUOT):
-        file = getattr(error, "filename", None)
         place = f" for {file}" if file else ""
         text = (
             f"no space is left on the disk{place}: free disk space, then {errors.how_to_continue}"
         )
         return _error_of_shm() or UserError(text)
+    if code in DISK or (file and code in MOUNT):
+        text = f"cannot use {file or 'a file'} ({os.strerror(code)}): check its disk, mount and "
+        return UserError(f"{text}permissions, then {errors.how_to_continue}")
     if "more than 1 value per channel" in text:  # a ValueError of torch's batch norm
         return UserError(
             "this model's batch norm got a single value per channel, which it cannot train on: use "
