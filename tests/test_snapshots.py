@@ -355,6 +355,7 @@ def test_a_full_disk_does_not_end_a_training(folder, disk):
     with start("imagenet_nd.py", *line, STEP_SECONDS="0.05") as command:
         command.until(r"Epoch 2/2 step +1/")
         fill(ballast)
+        os.truncate(ballast, ballast.stat().st_size - 2**14)  # room for a summary
         done = command.result()
     assert done.code == 2, done.err
     assert re.fullmatch(r"error: [^\n]*free disk space[^\n]*\n", done.err), "also TensorBoard's"
@@ -362,6 +363,7 @@ def test_a_full_disk_does_not_end_a_training(folder, disk):
     warning = r"warning: cannot write \S+snapshot.pt \(No space left on device\): the last"
     assert re.search(warning, done.out)
     assert read_checkpoint(run / SNAPSHOT)["progress"]["epoch"] == 1
+    assert summary(run)["finished_because"] == "unsaved", "a study would not train it again"
     again = python("imagenet_nd.py", *SMALL, *line, "--resume", "auto")
     assert again.code == 2
     assert "cannot write into the run directory" in again.sentence

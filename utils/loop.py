@@ -238,7 +238,9 @@ def end(session: Training, predict: Predict) -> int:
         run.close()
         raise stop.error
     reason, test = stop.end_training(), None
-    if session.loaders.test is not None and reason is not Reason.INTERRUPTED:
+    if failure and reason is not Reason.INTERRUPTED:
+        reason = Reason.UNSAVED  # best.pt may be missing, too, so nothing may take it for the end
+    if session.loaders.test is not None and reason not in (Reason.INTERRUPTED, Reason.UNSAVED):
         test = test_best(session, predict, session.loaders.test)
     stop.reason = stop.reason or reason
     session.monitor.close()

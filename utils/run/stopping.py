@@ -28,12 +28,14 @@ class Reason(str, enum.Enum):
     BAD_FILES = "bad_files"
     DIVERGED = "diverged"
     EVALUATED = "evaluated"  # -e
+    UNSAVED = "unsaved"  # it has ended, but the same command has to save its last snapshot
 
 
 # How the closing line of a run ends, if there is no error. The last two need advice appended.
 WHY = {
     Reason.EPOCHS: "all epochs done",
     Reason.DESIRED_ACC: "target accuracy reached",
+    Reason.UNSAVED: "the last snapshot could not be written",
     Reason.TRAIN_TIME: "time limit reached; to train on, raise --train-time (TRAIN_HOURS) and ",
     Reason.INTERRUPTED: "interrupted by a signal; to continue, ",
 }
