@@ -294,8 +294,10 @@ def test_folders_that_cannot_be_copied_are_refused(shrunk, tmp_path):
     assert "data/train/a/x.JPEG: No such file" in message and "same command" in message
 
 
-def test_an_archive_cut_after_it_was_listed(tmp_path):
+def test_an_archive_that_is_cut_or_whose_disk_fails(tmp_path):
     put(tmp_path, {"images.tar": b"0123456789"})
     assert Stored(str(tmp_path / "images.tar"), 4, 6)() == b"456789"
     with pytest.raises(UserError, match="truncated: get it again"):
         Stored(str(tmp_path / "images.tar"), 4, 7)()
+    with pytest.raises(OSError, match=r"Input/output error: '/proc/self/mem'"):
+        Stored("/proc/self/mem", 0, 7)()

@@ -47,7 +47,11 @@ class Stored(NamedTuple):
             raise UserError(f"{self.path} is a pipe or a device, not an image: remove it")
         with open(self.path, "rb") as file:
             file.seek(self.offset)
-            data = file.read(self.length)
+            try:
+                data = file.read(self.length)
+            except OSError as error:  # of a disk: it does not name the file, and OUT is in order
+                error.filename = self.path
+                raise
         if self.length is not None and len(data) < self.length:
             raise UserError(f"{self.path} is truncated: get it again")
         return data
