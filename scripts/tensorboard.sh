@@ -29,23 +29,29 @@ ssh=(ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=10)
 fetch() {
     local host=$1 target=$runs/hosts/$3 path=${4:-${runs#"${HOME:+$HOME/}"}} quoted there
     mkdir -p "$target"
-    printf -v quoted '%q' "$path"
-    there=$("${ssh[@]}" -n "$host" "cd $quoted && { command -v rsync || true; }") || return 1
+    quoted=\'${path//\'/\'\\\'\'}\'
+    # The login shell there may be csh or fish, so sh reads the commands.
+    there=$("${ssh[@]}" "$host" sh <<<"cd $quoted && { command -v rsync || true; }") || return 1
     if [ -n "$there" ] && command -v rsync >/dev/null; then
         rsync -a -s --prune-empty-dirs -e "${ssh[*]}" --exclude='/hosts' --include='*/' \
             --include='*tfevents*' --exclude='*' "$2:$path/" "$target/"
     else
-        "${ssh[@]}" -n "$host" "cd $quoted && find . -path ./hosts -prune -o -name '*tfevents*' \
+        "${ssh[@]}" "$host" sh <<<"cd $quoted && find . -path ./hosts -prune -o -name '*tfevents*' \
             -type f -print0 | tar --null --files-from=- --create --gzip" |
             tar --extract --gzip --directory="$target"
     fi
 }
 
+# fetch_all: fetch from all hosts. What this has to say is printed when it changes: many jobs keep
+# their runs on the first host alone.
+said=
 fetch_all() {
-    local host
-    while read -ra host; do
-        fetch "${host[@]}" || echo "note: no event files from ${host[0]} this time: see above" >&2
-    done <<<"$listed"
+    local host now
+    now=$(while read -ra host; do
+        fetch "${host[@]}" || echo "note: no event files from ${host[0]} this time: see above"
+    done <<<"$listed" 2>&1)
+    [ "$now" = "$said" ] || echo "$now" >&2
+    said=$now
 }
 
 ! (: </dev/tcp/127.0.0.1/"$port") 2>/dev/null || fail "port $port is taken: choose another, PORT=6007"
