@@ -48,7 +48,8 @@ class Local(kind):
             assert program.count(b"time.time()") == 1
             program = program.replace(b"time.time()", b"time.time() - 60")
         away = os.path.exists(f"{options.dir}/{name}_away")
-        words = [sys.executable, "-uc", "exit(255)" if away else hosts.BOOTSTRAP, name]
+        words = ["bash", "-c", 'printf "a title"; exec "$@"', "login"]
+        words += [sys.executable, "-uc", "exit(255)" if away else hosts.BOOTSTRAP, name]
         how = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         how["preexec_fn"] = lambda: signal.signal(signal.SIGTSTP, signal.SIG_DFL)  # as of sshd
         env = {"NODE": name, "SSH_CONNECTION": "10.0.0.8 1 10.0.0.9 2"}  # not the ip= of its line

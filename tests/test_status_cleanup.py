@@ -39,8 +39,10 @@ ORPHAN = "(%s & ) ; sleep 1000"  # what started it is gone, and the node's first
 def nodes():
     """Two nodes with an sshd each, and a list of them in the folder of the first."""
     with Nodes(2) as both:
+        login = both[0].folder / "login"
+        login.write_text("unset BASH_ENV; printf '# a title '")
         for node in both:
-            node.start_sshd()
+            node.start_sshd(BASH_ENV=str(login))
         (both[0].folder / "hosts").write_text("node0\nnode1\n")
         yield both
 
@@ -269,9 +271,9 @@ def test_on_hosts_of_a_file_and_asked_on_a_terminal(nodes, tmp_path):
         here.until("up")
         there.until("up")
         done = clean(nodes[0], f"{hosts} --name other --grace 0.5", code=2)
-        assert "[node1] nothing of other is running\n" in done
+        assert "nothing of other is running\n" in done
         done = clean(nodes[0], f"{hosts} --grace 0.5", code=2)
-        assert "[node1] ending " in done
+        assert "ending " in done
         assert "[node1] killing " in done
         assert "ssh to node7 failed" in done
         assert not commands(nodes[1])

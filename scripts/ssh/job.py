@@ -99,8 +99,9 @@ class Node:
             if heartbeat:
                 self.answered = time.monotonic()
                 self.say(heartbeat + moment)
-            if not self.hello and line.startswith(_HELLO):
-                self.hello = json.loads(line[len(_HELLO) :])
+            _, hello, facts = line.partition(_HELLO)  # the login shell may have set a title
+            if hello and not self.hello:
+                self.hello = json.loads(facts)
                 self.hello["ahead"] = self.hello["time"] - time.time()  # of this clock
                 self.job.events.put((self, None))
             elif text and (self.hello or not self.failed):  # show the reason of a failure once

@@ -142,7 +142,7 @@ def main():
     if options.hosts:
         answers = []
         for host, failed, out in hosts.ask_all(options.hosts, options.ssh, __file__, {}):
-            last = out.strip().rpartition("\n")[2]  # a login shell may print something first
+            last = out.strip().rpartition("\n")[2]  # after what a login shell has printed
             try:
                 answers.append((host.name, None if failed else json.loads(last)))
             except ValueError:
@@ -156,7 +156,7 @@ def main():
 
 if __name__ == "__main__":
     if ARGUMENTS is not None:
-        print(json.dumps(node()))
+        print("\n" + json.dumps(node()))
     else:
         import hosts
 
