@@ -156,6 +156,16 @@ def test_a_rank_that_waits_for_its_images_is_a_straggler():
     ranks = [rank | {"rank": n, "data_seconds": x} for n, x in enumerate((0.0, 0.9))]
     *_, first, second = status.describe([("here", ranks)])
     assert ["straggler" in line for line in (first, second)] == [False, True]
+    # The run's folder is elsewhere on another host; a host's own run of this name stays apart.
+    far, own = ranks[0] | {"run": "/home/r"}, ranks[0] | {"run": "/own/r"}
+    *_, run, _, first, second = status.describe([("b", [ranks[1]]), ("a", [far])])
+    assert run == "\n/home/r (a, ddp)"
+    assert [line.split()[:2] for line in (first, second)] == [["0", "a"], ["1", "b"]]
+    lines = [*status.describe([("b", [ranks[1], own])])]
+    assert [line for line in lines if line.startswith("\n")] == [
+        "\n/r (a, ddp)",
+        "\n/own/r (a, ddp)",
+    ]
     # Of the run directory, the node of rank 0 tells, which may be the only one that has it.
     lines = [*status.describe([("b", [ranks[1] | {"disk": "x"}])])]
     assert [line.split()[0] for line in lines[1:]] == ["/r", "rank", "1", "not"]

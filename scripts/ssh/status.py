@@ -97,14 +97,14 @@ def describe(answers):
         ranks = f"{len(answer)} rank{'s' * (len(answer) > 1)}" if answer else "no runs"
         yield f"{name}: {ranks}"
         for rank in answer:
-            number = 0  # hosts may have different runs in folders of the same name
-            while rank["rank"] in runs.get((rank["run"], rank["size"], number), ()):
+            # The home folders of a run's hosts may differ. Hosts may have runs of the same name.
+            key, number = (os.path.basename(rank["run"]), rank["size"]), 0
+            while clashes(dict(rank, node=name), runs.get((*key, number), {})):
                 number += 1
-            ranks = runs.setdefault((rank["run"], rank["size"], number), {})
-            ranks[rank["rank"]] = dict(rank, node=name)
-    for (folder, size, _), ranks in sorted(runs.items()):
+            runs.setdefault((*key, number), {})[rank["rank"]] = dict(rank, node=name)
+    for (_, size, _), ranks in sorted(runs.items()):
         first = ranks[min(ranks)]
-        yield f"\n{folder} ({first['arch']}, {first['mode']})"
+        yield f"\n{first['run']} ({first['arch']}, {first['mode']})"
         if 0 in ranks and "disk" in first:
             age = first.get("snapshot_age")
             saved = "no snapshot yet" if age is None else f"snapshot {ago(age)} ago"
@@ -119,6 +119,12 @@ def describe(answers):
         missing = [str(number) for number in range(size) if number not in ranks]
         if missing:
             yield f"  not seen here: rank {', '.join(missing)}"
+
+
+def clashes(rank, ranks):
+    """Whether a rank cannot belong to the run of these ``ranks``."""
+    here = {one["run"] for one in ranks.values() if one["node"] == rank["node"]}
+    return rank["rank"] in ranks or not here <= {rank["run"]}
 
 
 def row(rank):
