@@ -89,7 +89,7 @@ GROUPS = [  # some of the weights with the usual decay, and some of the others
 @pytest.mark.parametrize(("arch", "large", "small"), GROUPS)
 def test_norms_and_biases_have_a_decay_of_their_own(arch, large, small):
     with torch.device("meta"):
-        model = get_model(arch)
+        model = get_model(arch, num_classes=2)  # a matrix of two rows
         model.pos_embed = nn.Parameter(torch.empty(1, 3, 4))  # as timm's
     names = {weight: name for name, weight in model.named_parameters()}
     groups = optim.build(options_of("--wd-norm", "0"), model).param_groups
