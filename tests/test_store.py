@@ -198,6 +198,7 @@ def test_the_newest_version_arrives_and_nobody_waits_before_the_end(copies, tmp_
     assert eventually(lambda: bucket.puts and bucket.puts[-1][1] == "new")
     assert len(bucket.puts) == 2 - errors
     one.close()
+    assert not one.waiting
 
 
 def test_the_next_snapshot_is_the_retry_and_the_end_tries_more(copies, tmp_path, logged):
