@@ -401,7 +401,7 @@ CASES = {
     "hard link": (of_members(HARD), r"train\.tar/a/2\.jpg is a link"),
     "soft link": (of_members(SOFT), r"train\.tar/b/3\.jpg is a link"),
     "label in JSON": (of_names("1.jpg", "1.json"), r"train\.tar/1\.jpg has its label in a JSON"),
-    "classes in a folder": (of_names("x/train/a/1.jpg", "x/train/b/2.jpg"), "inside the folder x"),
+    "classes in a folder": (of_names("x/a/1.jpg", "x/b/2.jpg"), "inside the folder x"),
     "gzip": (gzip.compress(WHOLE) * 9, "compressed.*mv .*train.tar.gz && gunzip .*.gz` first"),
     "bzip2": (bz2.compress(WHOLE) * 9, "compressed.*mv .*train.tar.bz2 && bunzip2 .*.bz2` first"),
     "xz": (lzma.compress(WHOLE) * 9, "compressed.*mv .*train.tar.xz && unxz .*.xz` first"),
