@@ -93,6 +93,15 @@ def test_an_unknown_name_is_answered_by_the_nearest_ones(monkeypatch):
     assert models.names().count("resnet18") == models.names().count("tin") == 1
 
 
+def test_a_model_with_one_layer_in_two_places_keeps_its_weights(monkeypatch):
+    """CoaT of timm has such layers."""
+    layer = nn.Conv2d(3, 3, 1)
+    monkeypatch.setattr(models, "get_model", lambda *_, **__: nn.Sequential(layer, layer))
+    weights = [*models.create("alexnet", 3, 8).parameters()]
+    assert [*map(id, weights)] == [*map(id, layer.parameters())]
+    assert all(x.is_leaf and x.device.type == "cpu" for x in weights)
+
+
 @META
 @pytest.mark.parametrize(
     ("arch", "size", "pretrained"), [("alexnet", 32, False), ("vit_b_32", 450, True)]

@@ -1,5 +1,6 @@
 """Classification models by name: torchvision's, and timm's where it is installed."""
 
+import copy
 import difflib
 from importlib.util import find_spec
 from typing import Any
@@ -105,18 +106,15 @@ def _check_image_size(
     model: nn.Module, arch: str, image_size: int, option: str = "--image-size"
 ) -> None:
     """Try the forward pass on the meta device: shapes are checked, nothing is computed."""
-    model.eval()
+    # Not torch.func.functional_call, which leaves its tensors in a model that has one module in
+    # two places, such as CoaT.
+    on_meta = {id(x): x.detach().to("meta") for x in (*model.parameters(), *model.buffers())}
     try:
-        # Not of the state dict, which lacks some buffers.
-        tensors = (*model.named_parameters(), *model.named_buffers())
-        on_meta = {name: tensor.to("meta") for name, tensor in tensors}
         images = torch.empty(2, 3, image_size, image_size, device="meta")
         with torch.no_grad():
-            torch.func.functional_call(model, on_meta, (images,))
+            copy.deepcopy(model, on_meta).eval()(images)  # ``on_meta`` instead of copies
     except (RuntimeError, AssertionError, ValueError) as error:
         raise _unfit(arch, image_size, error, option) from error
-    finally:
-        model.train()
 
 
 def _unfit(arch: str, image_size: int, error: Exception, option: str = "--image-size") -> UserError:
