@@ -4,6 +4,7 @@ from urllib.error import URLError
 
 import pytest
 import torch
+from torch import nn
 from torchvision.models import WeightsEnum, get_model
 
 from utils.model import models
