@@ -9,7 +9,7 @@ import pytest
 import torch
 from running import same
 from torch import nn
-from torchvision.models import get_model, resnet
+from torchvision.models import DenseNet, get_model, resnet
 from torchvision.models.vision_transformer import VisionTransformer, interpolate_embeddings
 
 from utils.data.preprocessing import Preprocessing
@@ -27,6 +27,12 @@ def small_vit(classes=5, size=16, seed=0):
     model = VisionTransformer(size, 4, 2, 2, 8, 16, dropout=0.2, num_classes=classes)
     nn.init.normal_(model.heads.head.weight)  # torchvision's begins with zeros
     return model
+
+
+def small_densenet():
+    """Its blocks take a list, which grows by one tensor after each of them."""
+    torch.manual_seed(0)
+    return DenseNet(16, (3, 3), 32, num_classes=5)
 
 
 @pytest.fixture
@@ -155,7 +161,9 @@ def train(model, size):
     return copy.deepcopy(model.state_dict()), sum(kept.values())
 
 
-@pytest.mark.parametrize(("build", "size"), [(small_resnet, 32), (small_vit, 16)])
+@pytest.mark.parametrize(
+    ("build", "size"), [(small_resnet, 32), (small_vit, 16), (small_densenet, 32)]
+)
 def test_activations_computed_twice_give_the_same_bits(build, size):
     """Weights, and statistics of batch norm, which sees each batch once."""
     expected, much = train(build(), size)

@@ -141,6 +141,8 @@ class Checkpointed(nn.Module):
         own = super().forward
         if not (self.training and torch.is_grad_enabled()):
             return own(*args, **kwargs)
+        # DenseNet passes one list, which has grown when backward calls the block again.
+        args = tuple([*arg] if isinstance(arg, list) else arg for arg in args)
         if torch.compiler.is_compiling():  # compiled code updates buffers only once
             return checkpoint(own, *args, use_reentrant=False, **kwargs)
         contexts = lambda: (nullcontext(), _without_statistics(self))  # noqa: E731
