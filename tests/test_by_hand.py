@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import errno
 import functools
 import io
 import os
@@ -192,6 +193,7 @@ def test_a_process_joins_by_its_own_device_threads_interface_and_limit(clean, no
         (0, None, "--sync-bn needs GPUs: leave it out"),
         (0, RuntimeError("EADDRINUSE"), "port 8 of b is taken by another program"),
         (0, RuntimeError("timed out\nin C++"), r"rank 1 could not.* b:8 within 9 s.*out\)$"),
+        (0, RuntimeError(os.strerror(errno.EAGAIN)), "no more processes or threads can be"),
     ],
 )
 def test_a_process_that_cannot_join_says_why(clean, visible, error, words):

@@ -232,6 +232,7 @@ def test_shortages_that_torch_reports():
         (RuntimeError("unable to open shared memory: Too many open files (24)"), "ulimit -n"),
         (RuntimeError("received 0 items of ancdata"), "ulimit -n"),
         (RuntimeError("can't start new thread"), "ulimit -u"),
+        (RuntimeError(os.strerror(errno.EAGAIN)), "ulimit -u"),  # C++
         (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), "ulimit -u"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "too little memory"),
         (OSError(errno.ENOSPC, "No space left on device", "/data/x"), "on the disk for /data/x"),

@@ -44,7 +44,8 @@ def explain(error: BaseException) -> UserError | None:
     # torch reports a file that it could not pass on between processes by the last words.
     if code == errno.EMFILE or re.search("too many open files|items of ancdata", text.lower()):
         return UserError("too many open files for this shell: raise the limit (`ulimit -n 4096`)")
-    if code == errno.EAGAIN or "can't start new thread" in text:
+    # Python's words, and those of a thread in C++.
+    if code == errno.EAGAIN or text in ("can't start new thread", os.strerror(errno.EAGAIN)):
         text = "no more processes or threads can be started: close other programs, use fewer "
         return UserError(text + "workers (-j), or raise `ulimit -u` or the container's limit")
     file = getattr(error, "filename", None)

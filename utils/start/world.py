@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.cuda import nccl
 from torch.nn.parallel import DistributedDataParallel
 
-from utils.start import errors, gpu_check, launch, lost_peer, preflight
+from utils.start import errors, gpu_check, known_errors, launch, lost_peer, preflight
 from utils.start.addresses import port_in_use
 from utils.start.cores import usable_cores
 from utils.start.errors import LOST_PEER, UserError, printable
@@ -243,6 +243,8 @@ def _join(args: Options) -> World:
         text = str(error) or type(error).__name__
         if "EADDRINUSE" in text or "address already in use" in text.lower():
             raise port_in_use(master, port) from error
+        if known := known_errors.explain(error):  # no threads, memory or files are left
+            raise known from error
         raise UserError(
             f"rank {rank} could not join the {size} processes of the job at {master}:{port} "
             f"within {seconds:g} s: are all nodes started, with different node ranks, and is "
