@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from utils.start import errors, signals
+from utils.start import errors, known_errors, signals
 from utils.start.addresses import parse_tcp_url
 from utils.start.cores import usable_cores
 from utils.start.errors import BAD_INPUT, LOST_PEER, UserError
@@ -112,12 +112,14 @@ def prepare(args: argparse.Namespace) -> None:
 
 
 def run_until_stopped() -> int:
-    """`main`; a signal that comes before it handles signals is one line as well."""
+    """`main`; a signal that comes before it handles signals, or a missing torch, is one line."""
     signals.stop_during_start()
     try:
         return main()
     except signals.Stopped as stop:
         return signals.say(stop.signum)
+    except ModuleNotFoundError as error:
+        raise known_errors.explain(error) or error from None
 
 
 if __name__ == "__main__":

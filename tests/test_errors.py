@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import runpy
 import shutil
 import sys
 import time
@@ -377,6 +378,8 @@ def test_several_processes_report_an_error_once(data):
         ("scripts/bench_input.py", "pillow"),
         ("scripts/prepare_data.py sample nowhere", "tqdm"),
         ("scripts/compare_runs.py RUN", "tensorboard"),
+        ("scripts/torchrun.py imagenet_ddp.py", "torch"),
+        ("-m utils.start.preflight 0 1 1 127.0.0.1:8888", "torch"),
     ],
 )
 def test_without_its_packages_a_command_is_one_error_message(line, package, tmp_path):
@@ -385,6 +388,13 @@ def test_without_its_packages_a_command_is_one_error_message(line, package, tmp_
     assert done.code == 2
     assert f"error: {package} is not installed for {sys.executable}: " in done.sentence
     assert "requirements.txt" in done.sentence
+
+
+def test_an_old_python_is_one_error_message(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "version_info", (3, 9, 18))
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(str(ROOT / "utils/__init__.py"))
+    assert "is Python 3.9, and 3.10 or newer is needed: activate" in capsys.readouterr().err
 
 
 def test_each_required_package_has_a_message():

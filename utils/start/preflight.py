@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from utils.start import errors
+from utils.start import errors, known_errors
 from utils.start.addresses import parse_tcp_url, port_in_use
 from utils.start.errors import ROOT, UserError, printable
 from utils.start.option_types import Options, count, positive, seconds
@@ -58,7 +58,10 @@ def meet(rank: int, nodes: int, processes: int, master: tuple[str, int], wait: f
 
     host, is_here = socket.gethostname(), is_own(master[0])
     agree = {PROCESSES: processes, "this code": code()}
-    agree["torch"] = release(importlib.metadata.version("torch"))
+    try:
+        agree["torch"] = release(importlib.metadata.version("torch"))
+    except ModuleNotFoundError as error:
+        raise known_errors.explain(error) or error from None
     me: Facts = {"rank": rank, "nodes": nodes, "host": host, "name": f"{host} (node {rank})"}
     me["agree"] = agree
     instead = None
