@@ -182,8 +182,8 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         return report(error)
     except OSError as error:
-        reason = error.strerror or error
-        return report(UserError(f"{error.filename or args.out}: {reason}; then {AGAIN}"))
+        text = f"{error.filename or args.out}: {error.strerror or error}"
+        return report(UserError(f"{text}; correct that, then {AGAIN}"))
     except KeyboardInterrupt:
         text = f"interrupted; {AGAIN}"
         print(f"\n{text}" if sys.stderr.isatty() else text, file=sys.stderr)

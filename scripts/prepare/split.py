@@ -389,7 +389,8 @@ def _move(old: Path, new: Path) -> None:
         else:
             os.rename(old, new)
     except OSError as error:
-        raise UserError(f"cannot move {old} to {new} ({error.strerror}); then {AGAIN}") from error
+        text = f"cannot move {old} to {new} ({error.strerror}); correct that, then {AGAIN}"
+        raise UserError(text) from error
 
 
 def _remove_empty(data: Path, own: list[str], state: dict[str, Any], undone: bool) -> None:
