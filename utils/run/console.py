@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ EVERY_NODE = {"every_node": True}
 IN_BAR = {"in_bar": True}  # the progress bar shows it: for train.log alone
 # The bar at 80 columns: Epoch 12/90 |###   | 600/5005 12:34 loss 2.3125  top-1 41.2   812 img/s
 BAR = "{desc} |{bar}| {n_fmt}/{total_fmt} {remaining}{postfix}"
+
+# tqdm's own lock is also a semaphore: Python would say below the error that a killed rank left it.
+tqdm.set_lock(threading.RLock())
 
 
 def as_line(record: logging.LogRecord) -> str:
