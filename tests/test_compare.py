@@ -287,6 +287,12 @@ BEYOND = "more than the noise of 50000 images, but another seed may change it as
              "Best top-1: 75.90 % (a) and 75.60 % (b), more than the noise of 1000000 images, but "
              "another seed may change it as well."],
         ),
+        (  # 3.8 points at 75 %: two samples of 1,000
+            {"a": (1600, (60, 75), GOOD | {"val_images": 1000}), "b": (3200, (60, 72), GOOD)}, 80,
+            ["b trained 2.00 times as many images per second as a.",
+             "Best top-1: 75.00 % (a) and 72.00 % (b), a difference within the noise of 1000 "
+             "validation images."],
+        ),
         (  # a sweep, whose speeds differ by chance
             {"a": (1600, (60, 75.7), GOOD), "b": (1700, (60, 70.7), GOOD)}, 80,
             ["b trained 1.06 times as many images per second as a.",
@@ -317,7 +323,8 @@ BEYOND = "more than the noise of 50000 images, but another seed may change it as
         ),
     ],
     ids=["one", "within noise", "beyond noise", "little to say", "many", "commas",
-         "none faster", "three", "seeds", "sweep", "chance", "one epoch", "impossible"],
+         "none faster", "three", "seeds", "few images", "sweep", "chance", "one epoch",
+         "impossible"],
 )  # fmt: skip
 def test_the_sentences(tmp_path, runs, target, expected):
     base = next(iter(runs.values()))[0]
@@ -454,6 +461,8 @@ def test_damaged_file_is_read_up_to_the_damage(tmp_path):
     assert f"{file.name} is cut off or damaged at byte {start} of" in damage
     assert "empty is left out: it has no finished epoch, or other tags; events.out" in left_out
     assert left_out.endswith(" is empty")
+    without_speeds = table(tmp_path / "a", tmp_path / "b")[2].sentences
+    assert without_speeds[-1] == "Best top-1: 20.00 % (a) and 20.00 % (b), no difference."
 
 
 def test_labels_and_order(tmp_path):
