@@ -246,6 +246,11 @@ class Runner:
                 self.follow(run, log)
             codes = [process.wait() for process in self.processes]
             self.processes = []
+        if run and self.stopped and self.args.slurm is not None:
+            submitted = re.findall(r"batch job (\d+)", run.file("log").read_text(errors="replace"))
+            for job in submitted[-1:]:
+                text = f"job {job} goes on: `scancel {job}` ends it with a snapshot"
+                print(text, flush=True)
         return next((128 - code if code < 0 else code for code in codes if code), 0)
 
     def is_running(self) -> bool:

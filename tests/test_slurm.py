@@ -20,7 +20,7 @@ ENV = {"STEP_SECONDS": "0.05"}
 STAND_INS = {
     "scontrol": '[ $1 = show ] && echo localhost || echo "$@" >> $0.log',
     "scancel": 'echo "$@" >> $0.log; kill -USR1 -- -$(cat ${0%/*}/srun.pid)',
-    "srun": """[ $SLURM_EXPORT_ENV = ALL ] || exec env -i "$BASH" -c 'exec getent'
+    "srun": """[ "$SLURM_EXPORT_ENV" != NONE ] || exec env -i "$BASH" -c 'exec getent'
         while [[ $1 == --* ]]; do echo "$1" >> $0.log; shift; done
         echo $$ > $0.pid; export SLURM_NODEID=0; exec setsid "$@" """,
 }

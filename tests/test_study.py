@@ -265,7 +265,7 @@ def test_each_run_has_its_own_hosts_which_the_doctor_has_seen(tmp_path, monkeypa
         runner.check_nodes(hosts, runs)
 
 
-def test_a_study_may_be_started_in_another_folder(tmp_path, monkeypatch, no_handlers):
+def test_a_study_may_be_started_in_another_folder(tmp_path, monkeypatch, capsys, no_handlers):
     """Its scripts are found, and a run where the job has it: in the repository's root."""
     monkeypatch.chdir(tmp_path)
     hosts = tmp_path / "hosts"
@@ -284,6 +284,10 @@ def test_a_study_may_be_started_in_another_folder(tmp_path, monkeypatch, no_hand
     assert f"--output={run.folder}/study.log" in words and "scripts/train.sbatch" in words
     runner = scaling_study.Runner(args, tmp_path)
     assert runner.execute([["test", "-f", "scripts/train.sbatch"]]) == 0
+    capsys.readouterr()
+    runner.stopped = True
+    runner.execute([["echo", "Submitted batch job 7"]], dataclasses.replace(run, folder=tmp_path))
+    assert "job 7 goes on: `scancel 7` ends it with a snapshot\n" in capsys.readouterr().out
 
 
 # In place of Python: it prints the words that it gets after the name of the script, one a line.
