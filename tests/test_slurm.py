@@ -65,7 +65,9 @@ def test_only_a_job_at_its_time_limit_is_requeued(folder, tmp_path):
     assert (tmp_path / "scontrol.log").read_text() == f"requeue {job_id}_7\n"
     assert (tmp_path / "scancel.log").read_text() == f"--signal=USR1 {job_id}_7\n"
     options = (tmp_path / "srun.log").read_text().splitlines()
-    assert {"--ntasks=1", "--ntasks-per-node=1", "--gpus-per-node=2"} < {*options}
+    assert {"--ntasks=1", "--ntasks-per-node=1", "--cpu-bind=none", "--gpus-per-node=2"} < {
+        *options
+    }
     facts = summary(tmp_path / f"slurm_{job_id}")
     assert (facts["finished_because"], facts["world_size"]) == ("interrupted", 1)
 
