@@ -9,6 +9,7 @@ import shutil
 import tarfile
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from joined import Job, run_jobs
 from preparing import devkit_bytes, put, tar_bytes
 from running import assert_same_weights
 
+from utils.data import tars
 from utils.data.images import ImageBatches
 from utils.data.opening import check_same_classes, class_folders, has_part, open_source
 from utils.start.errors import UserError
@@ -425,9 +427,14 @@ def test_what_cannot_be_used_is_an_error_of_one_line(tmp_path, case):
     assert str(error.value).isprintable()
 
 
-def test_a_pipe_is_not_waited_for(tmp_path):
+def test_a_pipe_is_not_waited_for_and_a_failing_disk_is_named(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "train.tar")
-    with pytest.raises(UserError, match=r"cannot open .*train\.tar \(not a regular file\)"):
+    with pytest.raises(UserError, match=r"cannot read .*train\.tar \(not a regular file\)"):
+        source(tmp_path)
+    (tmp_path / "train.tar").unlink()
+    put(tmp_path, {"train.tar": of_members(member("a/1.jpg"))})
+    monkeypatch.setattr(tars._File, "read", mock.Mock(side_effect=OSError(5, "a bad sector")))
+    with pytest.raises(UserError, match=r"cannot read .*train\.tar \(a bad sector\)"):
         source(tmp_path)
 
 

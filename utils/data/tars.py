@@ -351,33 +351,36 @@ class _Tar:
         """Read all headers. Raises: `UserError`."""
         self.folders |= {self.prefix} if self.prefix else set()
         try:
-            file = _File(self.path)
+            with _File(self.path) as file:
+                self._read(file, bar)
         except OSError as error:
-            raise _error(f"cannot open {self.path} ({error.strerror or error})") from None
-        with file:
-            for member in self._members(file):
-                name, size = _bytes(member.name), member.size if member.isreg() else 0
-                name = _normalised(self.prefix + b"/" + name if self.prefix else name)
-                first, lower = member.offset_data, name.lower()
-                is_tar = lower.endswith(b".tar") and not self.prefix
-                bar.update(BLOCK if is_tar else BLOCK + size)
-                if lower.endswith(_SUFFIXES):
-                    if member.islnk() or member.issym():
-                        raise _unsupported(f"{self.where(name)} is a link")
-                    self.images[name] = first, size
-                elif member.isdir() and name:
-                    self.folders.add(name)
-                elif is_tar:
-                    inner = _Tar(self.path, self.number, first, first + size, name[:-4])
-                    self.inner.append(inner)
-                elif lower.endswith(b".cls") and size <= LARGEST_HEADER:
-                    if label := os.pread(file.fileno(), size, first).strip():
-                        self.labels[_key(name)] = label
-                elif lower.endswith(b".json"):
-                    self.documents.add(_key(name))
-                elif lower.endswith((b".tar.gz", b".tgz")):
-                    text = f"{self.where(name)} is a compressed tar file in another: extract"
-                    raise _error(f"{text} {self.path} and run gunzip on these")
+            raise _error(f"cannot read {self.path} ({error.strerror or error})") from None
+
+    def _read(self, file: _File, bar: tqdm) -> None:
+        """Read all headers. Raises: OSError; `UserError`."""
+        for member in self._members(file):
+            name, size = _bytes(member.name), member.size if member.isreg() else 0
+            name = _normalised(self.prefix + b"/" + name if self.prefix else name)
+            first, lower = member.offset_data, name.lower()
+            is_tar = lower.endswith(b".tar") and not self.prefix
+            bar.update(BLOCK if is_tar else BLOCK + size)
+            if lower.endswith(_SUFFIXES):
+                if member.islnk() or member.issym():
+                    raise _unsupported(f"{self.where(name)} is a link")
+                self.images[name] = first, size
+            elif member.isdir() and name:
+                self.folders.add(name)
+            elif is_tar:
+                inner = _Tar(self.path, self.number, first, first + size, name[:-4])
+                self.inner.append(inner)
+            elif lower.endswith(b".cls") and size <= LARGEST_HEADER:
+                if label := os.pread(file.fileno(), size, first).strip():
+                    self.labels[_key(name)] = label
+            elif lower.endswith(b".json"):
+                self.documents.add(_key(name))
+            elif lower.endswith((b".tar.gz", b".tgz")):
+                text = f"{self.where(name)} is a compressed tar file in another: extract"
+                raise _error(f"{text} {self.path} and run gunzip on these")
 
     def _members(self, file: _File) -> Iterator[tarfile.TarInfo]:
         """Yield the members in order.
