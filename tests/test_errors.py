@@ -17,7 +17,7 @@ from conftest import ROOT, SMALL, TORCHVISION_MODEL, Result, draw_folder, python
 from running import TINY_LINE, TORCHRUN, alone
 
 from utils.start.addresses import free_port
-from utils.start.errors import UserError
+from utils.start.errors import UserError, report
 from utils.start.known_errors import REQUIRED, explain
 
 TINY = (*SMALL, "-b", "5", "-j", "0", "--epochs", "2")
@@ -220,7 +220,7 @@ def test_a_run_that_cannot_be_continued_is_left_as_it_was(folder, tmp_path):
     assert contents() == damaged
 
 
-def test_shortages_that_torch_reports():
+def test_shortages_that_torch_reports(capsys):
     """Other errors keep their traceback. Without a training, there is nothing to resume."""
     for text, words in (
         ("CUDA out of memory. Tried to allocate 3.06 GiB. GPU 0", "the GPU is out of memory"),
@@ -244,6 +244,9 @@ def test_shortages_that_torch_reports():
     ):
         assert words in str(explain(error)), error
     assert explain(OSError(errno.ENOTCONN, "of a socket")) is None
+    assert report(OSError(errno.ENOSPC, "No space left on device", "a.png")) == 2  # not training
+    said = "error: a.png: No space left on device: correct that, then run the same command again\n"
+    assert capsys.readouterr().err == said
     assert explain(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
 
 
@@ -321,7 +324,7 @@ def test_no_snapshot_is_written_once_the_loss_is_no_number(folder, tmp_path):
 RAISED_BY = """
 import os, time
 from utils.start import launch
-from utils.start.errors import UserError
+from utils.start.errors import UserError, report
 def main():
     time.sleep({seconds})
     raise UserError('the data folder is missing', on_every_rank=True)

@@ -236,6 +236,8 @@ def test_a_largest_batch_that_cannot_be_measured_ends_the_study(tmp_path, monkey
     with pytest.raises(UserError, match="--find-batch failed, see above: give -b N"):
         runner.train(run)
     assert run.batch is None
+    run.file("batch").touch()
+    assert run.batch is None
     # A training that is killed has left its command, which must not change.
     run.file("batch").write_text("8")
     monkeypatch.setattr(runner, "start", lambda run: begun.append(run.file("command").read_text()))

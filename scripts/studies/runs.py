@@ -33,7 +33,9 @@ class StudyRun:
 
     @property
     def batch(self) -> int | None:
-        return int(file.read_text()) if (file := self.file("batch")).exists() else None
+        file = self.file("batch")
+        text = file.read_text() if file.exists() else ""
+        return int(text) if text else None  # a full disk has left it empty: measure again
 
     @property
     def is_finished(self) -> bool:

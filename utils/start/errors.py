@@ -107,7 +107,9 @@ def report(error: UserError | OSError) -> int:
     """
     _ending.acquire()
     if isinstance(error, OSError):
-        error = UserError(str(error))
+        place = f"{error.filename}: " if error.filename else ""
+        text = f"{place}{error.strerror or error}: correct that, then {how_to_continue}"
+        error = UserError(text)
     if is_first_to_report() or not error.on_every_rank:
         show(error)
     else:
