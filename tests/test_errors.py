@@ -361,6 +361,24 @@ def test_an_error_that_the_first_process_does_not_have_is_reported_by_the_other(
     done.fails_with("folder is missing")
 
 
+# Scripts in a notebook's kernel: sys.ps1 tells that Python is interactive.
+IN_A_KERNEL = """
+import runpy, sys
+sys.ps1 = "In : "
+sys.path.append("scripts")
+for line in ("imagenet_nd.py nowhere", "scripts/compare_runs.py nowhere"):
+    sys.argv = line.split()
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        print(end.code)
+"""
+
+
+def test_bad_input_in_a_notebook_does_not_end_its_kernel():
+    assert python("-c", IN_A_KERNEL).out.split() == ["2", "2"]
+
+
 def test_several_processes_report_an_error_once(data):
     """Both ranks have it in their first batch."""
     for path in sorted((data / "train").glob("*/*.JPEG"))[:15]:

@@ -188,5 +188,13 @@ def exit_with(main: Callable[[], int]) -> NoReturn:
         code = report(error)
     except KeyboardInterrupt:
         code = 130
+    exit_at_once(code)
+
+
+def exit_at_once(code: int) -> NoReturn:
+    """Exit without waiting for other threads; under a notebook's ``%run``, end the script alone."""
     sys.stdout.flush()
+    sys.stderr.flush()
+    if hasattr(sys, "ps1"):  # os._exit would end the notebook's kernel
+        sys.exit(code)
     os._exit(code)

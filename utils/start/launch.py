@@ -88,9 +88,7 @@ def exit_now(code: int) -> NoReturn:
     with contextlib.redirect_stderr(io.StringIO()):  # this may fail for the same reason
         # As at the end of any child, this frees semaphores. There is no public name for it.
         multiprocessing.util._exit_function()  # pyright: ignore[reportAttributeAccessIssue]
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    errors.exit_at_once(code)
 
 
 def supervise(
