@@ -110,6 +110,7 @@ def test_o2_clips_the_gradients_that_its_optimiser_takes(runs):
     assert near(clipped.values(), kept.values(), 1e-7)
     scales = [snapshot(runs / name)["scaler"]["scale"] for name in ("clipped", "kept")]
     assert scales == [2.0**16, 512.0], "that of the level, and that of the command line"
+    assert [summary(runs / name)["precision"] for name in ("kept", "scaled")] == ["O2", "fp16"]
 
 
 def test_the_steps_since_an_overflow_count_on_with_another_scaler(runs):

@@ -150,6 +150,9 @@ def test_the_share_of_the_peak_is_of_each_epochs_own_size(monkeypatch):
     for record in history:
         del record["Size/train"]
     assert report.used(session) == {"mfu": pytest.approx(2e6 * 4 * flop / 8.1e12)}
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GeForce")  # of unknown peak
+    session.ledger.totals.return_value = {}
+    assert report.used(session) == {}
 
 
 def test_gpus_of_data_parallel_are_all_of_the_machine(monkeypatch):
