@@ -62,6 +62,7 @@ def test_same_names_and_seed_give_the_same_part_and_zero_undoes_it(data, tmp_pat
     succeed("split", data, "--test", 0)
     assert images(data) == before and not (data / "test").exists()
     succeed("split", data, "--test", 0.1)
+    (data / ".split.json").rename(data / "test/.split.json")  # as an earlier version left it
     succeed("split", data, "--undo")
     assert images(data) == before and (data / "train/not yet").exists()
 
