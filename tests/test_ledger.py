@@ -84,6 +84,8 @@ def test_hours_are_not_those_of_a_containers_clock(monkeypatch):
 
 
 def test_a_damaged_ledger_is_no_error(tmp_path, logged):
+    Ledger(tmp_path / ledger.FILE, Entry(nodes=1, gpus=0))  # of a run that begins
+    assert not logged
     for text in ("[{", '[{"of_another_version": 1}]'):
         (tmp_path / ledger.FILE).write_text(text)
         assert Ledger(tmp_path / ledger.FILE, Entry(nodes=1, gpus=0)).before == []

@@ -187,7 +187,8 @@ def test_what_is_written_is_the_state_at_the_call(tmp_path, monkeypatch):
 
 def test_a_failing_write_is_reported_once_until_it_works_again(tmp_path, logged):
     """So is the best model, as it was then: perhaps no later epoch is better."""
-    writer, state = SnapshotWriter(tmp_path), trained()
+    order: list[Path] = []
+    writer, state = SnapshotWriter(tmp_path, order.append), trained()
     before = copy.deepcopy(state.model.state_dict())
     for folder in ("missing", "missing", "", ""):
         best = {} if state.epoch > 2 else {BEST: {"state_dict": state.model.state_dict()}}
@@ -197,6 +198,7 @@ def test_a_failing_write_is_reported_once_until_it_works_again(tmp_path, logged)
         assert len(logged) == (1 if folder else 2), "at the first failure"
         state.epoch += 1
         state.model.state_dict()["0.weight"].zero_()
+    assert [path.name for path in order] == [BEST, SNAPSHOT, SNAPSHOT], "it refers to that model"
     assert same(read_checkpoint(tmp_path / BEST)["state_dict"], before)
     assert read_checkpoint(tmp_path / PREVIOUS)["progress"]["epoch"] == 4
     assert [line.split()[0] for line in logged] == ["warning:", f"{tmp_path / SNAPSHOT}"]
@@ -212,6 +214,8 @@ def stopped(folder, tmp_path_factory):
     """The folder of a run of one epoch."""
     place = tmp_path_factory.mktemp("stopped")
     train("imagenet_nd.py", *LINE, "--output-dir", place, "--epochs", "1", folder)
+    best, snapshot = ((place / "x" / name).stat().st_mtime_ns for name in (BEST, SNAPSHOT))
+    assert best < snapshot, "a snapshot would refer to a best model that is not on disk yet"
     return place
 
 

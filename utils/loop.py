@@ -238,7 +238,7 @@ def end(session: Training, predict: Predict) -> int:
         run.close()
         raise stop.error
     reason, test = stop.end_training(), None
-    if failure and reason is not Reason.INTERRUPTED:
+    if failure:
         reason = Reason.UNSAVED  # best.pt may be missing, too, so nothing may take it for the end
     if session.loaders.test is not None and reason not in (Reason.INTERRUPTED, Reason.UNSAVED):
         test = test_best(session, predict, session.loaders.test)
