@@ -113,8 +113,8 @@ def main() -> int:
         return 0
     if best[0].classes != best[-1].classes:
         raise UserError(f"{runs[0]} and {runs[1]} have different classes", on_every_rank=True)
-    own.images = [file for place in own.images for file in image_files(place)]
     # Fail now, not after the evaluation.
+    own.images = [file for place in own.images for file in image_files(place)]
     if own.real:
         figures.real_labels(own.real)
     out = own.out or best[-1].path.parent

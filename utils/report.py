@@ -229,7 +229,8 @@ def end(
     if test:
         run.scalars({f"{name}/test": test[f"{name}/val"] for name in METRICS}, state.epoch)
         results |= metrics("test", "val", test) | {"test_images": int(test["images"])}
-    run.finish(results, closing(success=reason is not Reason.INTERRUPTED))
+    success = reason not in (Reason.INTERRUPTED, Reason.UNSAVED)
+    run.finish(results, closing(success))
     if reason is Reason.EVALUATED:
         return
     outcome = "no epoch finished"
