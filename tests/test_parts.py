@@ -35,6 +35,31 @@ def small_densenet():
     return DenseNet(16, (3, 3), 32, num_classes=5)
 
 
+class ChangesItsList(nn.Module):
+    """As a block of timm's HRNet."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3))
+
+    def forward(self, images):
+        images[0] = self.layers(images[0]).relu()
+        return images
+
+
+class SmallHRNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(ChangesItsList() for _ in range(3))
+
+    def forward(self, images):
+        images = [images]
+        for block in self.blocks:
+            images = block(images)
+        return images[0]
+
+
 @pytest.fixture
 def options_of(parse, folder):
     """A function that gives the options of words in front of the data."""
@@ -162,7 +187,7 @@ def train(model, size):
 
 
 @pytest.mark.parametrize(
-    ("build", "size"), [(small_resnet, 32), (small_vit, 16), (small_densenet, 32)]
+    ("build", "size"), [(small_resnet, 32), (small_vit, 16), (small_densenet, 32), (SmallHRNet, 32)]
 )
 def test_activations_computed_twice_give_the_same_bits(build, size):
     """Weights, and statistics of batch norm, which sees each batch once."""

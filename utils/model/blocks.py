@@ -138,15 +138,24 @@ class Checkpointed(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block's own forward pass, with checkpointing during training."""
-        own = super().forward
+        plain = super().forward
         if not (self.training and torch.is_grad_enabled()):
-            return own(*args, **kwargs)
-        # DenseNet passes one list, which has grown when backward calls the block again.
-        args = tuple([*arg] if isinstance(arg, list) else arg for arg in args)
+            return plain(*args, **kwargs)
+
+        def own(*args: Any, **kwargs: Any) -> Any:
+            return plain(*_with_own_lists(args), **kwargs)
+
+        # DenseNet's list has grown when backward calls the block again, and a block of timm's
+        # HRNet changes its list.
+        args = _with_own_lists(args)
         if torch.compiler.is_compiling():  # compiled code updates buffers only once
             return checkpoint(own, *args, use_reentrant=False, **kwargs)
         contexts = lambda: (nullcontext(), _without_statistics(self))  # noqa: E731
         return checkpoint(own, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+def _with_own_lists(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple([*arg] if isinstance(arg, list) else arg for arg in args)
 
 
 @contextmanager
