@@ -51,7 +51,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from utils import epoch, loop
 from utils.data.loaders import build_loaders
-from utils.model import amp, compiling, compress, models, optim
+from utils.model import amp, blocks, compiling, compress, models, optim
 from utils.run.run_directory import Run
 from utils.run.snapshots import TrainState
 from utils.session import Session
@@ -88,7 +88,7 @@ def train(args: Options, world: World) -> int:
 
     # ---- distributed data parallelism: replicas start with equal weights and get equal gradients
     if args.sync_bn:
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        model = blocks.with_activations(nn.SyncBatchNorm.convert_sync_batchnorm(model))
     replica = DistributedDataParallel(
         model,
         device_ids=world.device_ids,

@@ -43,7 +43,7 @@ from torch import Tensor, nn
 
 from utils import epoch, loop
 from utils.data.loaders import build_loaders
-from utils.model import apex, compiling, models, o2, optim
+from utils.model import apex, blocks, compiling, models, o2, optim
 from utils.run.run_directory import Run
 from utils.run.snapshots import TrainState
 from utils.session import Session
@@ -79,7 +79,7 @@ def train(args: Options, world: World) -> int:
     model = models.build(args, len(loaders.classes))
     model = model.to(memory_format=args.memory_format).to(device)
     if args.sync_bn:
-        model = parallel.convert_syncbn_model(model)
+        model = blocks.with_activations(parallel.convert_syncbn_model(model))
 
     # ---- optimiser and mixed precision: float16 weights with float32 masters
     optimizer = optim.build(args, model)

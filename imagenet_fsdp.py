@@ -49,7 +49,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from utils import epoch, loop
 from utils.data.loaders import build_loaders
-from utils.model import amp, compiling, fsdp, models, optim
+from utils.model import amp, blocks, compiling, fsdp, models, optim
 from utils.run.run_directory import Run
 from utils.run.snapshots import TrainState
 from utils.session import Session
@@ -86,7 +86,7 @@ def train(args: Options, world: World) -> int:
     # ---- fully sharded data parallelism: processes start with equal weights and keep a shard each
     copy_from_rank0(model, world)
     if args.sync_bn:
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        model = blocks.with_activations(nn.SyncBatchNorm.convert_sync_batchnorm(model))
     mesh = fsdp.mesh(args, world)
     for part, policy in fsdp.parts(model, amp_dtype):  # each block, then the rest of the model
         fully_shard(

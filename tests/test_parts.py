@@ -161,6 +161,31 @@ def test_a_frozen_model_trains_its_head_alone():
     assert same(model.state_dict(), before), "statistics, too"
 
 
+# ---- --sync-bn
+
+
+class NormAndActivation(nn.BatchNorm2d):
+    """As BatchNormAct2d of timm."""
+
+    def __init__(self, channels):
+        super().__init__(channels)
+        self.drop, self.act = nn.Hardtanh(-0.5, 0.5), nn.Tanh()
+
+    def forward(self, images):
+        return self.act(self.drop(super().forward(images)))
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_batch_norm_with_an_activation_keeps_it_when_it_is_synchronised(trains):
+    """In torch's conversion it got lost, without a word."""
+    model = nn.Sequential(NormAndActivation(3), nn.BatchNorm2d(3)).train(trains)
+    images = torch.randn(4, 3, 8, 8)
+    expected = copy.deepcopy(model)(images)
+    model = blocks.with_activations(nn.SyncBatchNorm.convert_sync_batchnorm(model))
+    assert all(isinstance(norm, nn.SyncBatchNorm) for norm in model)
+    assert torch.equal(copy.deepcopy(model)(images), expected)
+
+
 # ---- --activation-checkpointing
 
 

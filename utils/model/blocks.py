@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torchvision
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 from torchvision.models import list_models
@@ -81,6 +81,24 @@ def repeated(model: nn.Module) -> list[nn.Module]:
                 yield from search(child)
 
     return list(search(model))
+
+
+def with_activations(model: nn.Module) -> nn.Module:
+    """Return ``model``, whose batch norm has just become SyncBatchNorm, with its activations.
+
+    A batch norm of timm may contain the activation that follows it. torch's and Apex's conversions
+    keep that module, but their SyncBatchNorm does not call it.
+    """
+    for module in model.modules():
+        if isinstance(module, _NormBase) and [*module.children()]:
+            module.register_forward_hook(_call_children)
+    return model
+
+
+def _call_children(norm: nn.Module, _: Any, output: Tensor) -> Tensor:
+    for child in norm.children():  # dropout, then the activation
+        output = child(output)
+    return output
 
 
 def _is_block(module: nn.Module) -> bool:
