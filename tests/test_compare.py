@@ -486,6 +486,9 @@ def test_labels_and_order(tmp_path):
     runs = table(*files)[2].runs
     assert [run.best("Top1/val")[0] for run in runs] == [30, 20]
     assert [run.label for run in runs] == [f"a/{file.name}" for file in files]
+    on_cpu = {"device": "cpu", "gpus": 2}
+    write(tmp_path / "cpu/resnet18_gpux2", epochs_of(9, 9), options=on_cpu)
+    assert table(tmp_path / "cpu")[2].runs[0].label == "2 processes", "there is no GPU"
 
 
 def test_bad_input_is_an_error(tmp_path, monkeypatch):

@@ -160,7 +160,7 @@ def test_all_is_in_the_event_files(ours, tmp_path):
     (run,) = both.runs
     facts = summary(ours / "one")
     assert run.best("Top1/val") == (pytest.approx(facts["best_top1"]), facts["best_epoch"])
-    note(notes, "resumed on another number of GPUs \\(1, 2\\)")
+    note(notes, "resumed on another number of processes \\(1, 2\\)")
     assert "60 images in 3 classes" in run.facts["data_id"]
     sizes = [run.facts[name] for name in ("train_images", "val_images", "class_count")]
     assert sizes == [60, 21, 3]

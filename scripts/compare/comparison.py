@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from compare import summary
-from compare.runs import RATE, STEP_LOSS, STEP_TIME, Run, ratio
+from compare.runs import RATE, STEP_LOSS, STEP_TIME, Run, ratio, worker, workers
 from compare.table import NONE, duration, escape_markdown, fence, markdown_table, number, share
 from compare.table import text_table as plain_table
 
@@ -62,7 +62,7 @@ class Comparison:
         self.runs, self.price = runs, price
         summary.find_bases(runs)
         self.bases = list(dict.fromkeys(run.base for run in runs if run.base))
-        self.workers = summary.workers(runs)
+        self.workers = workers(runs)
         # Common charts and pictures have only runs that can be compared.
         self.shown = [
             run for run in runs if not summary.differ(run, self.first, summary.MUST_AGREE)
@@ -189,7 +189,7 @@ def _rows(comparison: Comparison) -> dict[str, list[Row]]:
     """Return all rows, by the titles of their groups."""
     target, price, within = comparison.target, comparison.price, comparison.within
     to = f" to {comparison.bases[0].label}" if len(comparison.bases) == 1 else ""
-    each = summary.worker(comparison.runs)
+    each = worker(comparison.runs)
     common, step = comparison.common, comparison.common_step
     goal = f"top-1 of {target or 0:g} %"
 

@@ -10,7 +10,7 @@ import os
 import re
 import statistics
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -66,6 +66,12 @@ class Run:
     def position(self) -> float:
         """The epochs done, with the part of the last one that the curves by steps cover."""
         return max([self.epochs or 0, *(x / 1000 for x in self.points(STEP_RATE))])
+
+    @property
+    def size(self) -> str:
+        """The number of its GPUs in words, or on a CPU of its processes."""
+        count = self.facts["gpus"]
+        return f"{count:g} {worker([self]) if count == 1 else workers([self])}"
 
     @property
     def total_hours(self) -> float | None:
@@ -127,6 +133,19 @@ class Run:
         """Return the number of epochs finished within ``hours``."""
         done = [x for x, h in self.hours.items() if h <= hours * (1 + 1e-6)]
         return max(done, default=0) if self.hours else None
+
+
+def workers(runs: Iterable[Run]) -> str:
+    """Return what the runs' counts are of: GPUs, or on a CPU, processes."""
+    devices = {run.facts.get("device") for run in runs}
+    if devices == {"cpu"}:
+        return "processes"
+    return "GPUs and processes" if "cpu" in devices else "GPUs"
+
+
+def worker(runs: Iterable[Run]) -> str:
+    """Return the singular of `workers`, for what is said "per" one."""
+    return "process" if workers(runs) == "processes" else "GPU"
 
 
 def ratio(value: float | None, other: float | None) -> float | None:
@@ -212,7 +231,9 @@ def read(path: Path) -> Run:
         run.facts |= _ledger(run.folder)
     if len(sizes) > 1:
         listed = ", ".join(f"{size:g}" for size in sorted(filter(None, sizes)))
-        run.notes.append(f"it resumed on another number of GPUs ({listed}), so its speed is mixed")
+        run.notes.append(
+            f"it resumed on another number of {workers([run])} ({listed}), so its speed is mixed"
+        )
     # A training value at x = 0 means that the file counts epochs from 0.
     if shift := any(0 in curves.get(tag, ()) for tag in TRAINED):
         run.notes.append("its event files count epochs from 0; they are counted from 1 here")
@@ -304,8 +325,7 @@ def name_runs(runs: list[Run]) -> None:
     for run in runs:
         run.label = run.folder.name
     for run in generated:
-        gpus = run.facts["gpus"]
-        run.label = f"{gpus:g} GPU{'s' * (gpus != 1)}"
+        run.label = run.size
         for key, form in (("arch", " {}"), ("mode", " {}"), ("batch_per_gpu", " b{:g}")):
             if len({one.facts.get(key) for one in generated}) > 1 and (fact := run.facts.get(key)):
                 run.label += form.format(fact)

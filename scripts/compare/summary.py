@@ -5,7 +5,7 @@ import re
 import statistics
 from collections.abc import Iterable, Sequence
 
-from compare.runs import RATE, Run, ratio
+from compare.runs import RATE, Run, ratio, worker
 from compare.table import duration, number, share
 
 UNKNOWN = (None, "")
@@ -58,19 +58,6 @@ def _relevant(one: Run, other: Run) -> list[str]:
     whole = one.facts.get("global_batch"), other.facts.get("global_batch")
     skipped = "batch_per_gpu" if whole[0] and whole[0] == whole[1] else ""
     return [key for key in SHOULD_AGREE if key != skipped]
-
-
-def workers(runs: Iterable[Run]) -> str:
-    """Return what the runs' counts are of: GPUs, or on a CPU, processes."""
-    devices = {run.facts.get("device") for run in runs}
-    if devices == {"cpu"}:
-        return "processes"
-    return "GPUs and processes" if "cpu" in devices else "GPUs"
-
-
-def worker(runs: Iterable[Run]) -> str:
-    """Return the singular of `workers`, for what is said "per" one."""
-    return "process" if workers(runs) == "processes" else "GPU"
 
 
 def step_share(run: Run, part: str) -> float | None:
@@ -164,9 +151,9 @@ def _join(items: Iterable[object]) -> str:
 
 def _single(run: Run) -> list[str]:
     """Describe speed and accuracy of a single run."""
-    texts, gpus = [], run.facts.get("gpus")
+    texts = []
     if rate := run.usual(RATE):
-        on = f" on {gpus:g} {worker([run]) if gpus == 1 else workers([run])}" if gpus else ""
+        on = f" on {run.size}" if run.facts.get("gpus") else ""
         texts.append(f"{run.label} trained {number(rate)} images per second{on}")
     top1, epoch = run.best("Top1/val")
     if not run.epochs:
