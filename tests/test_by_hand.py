@@ -104,6 +104,9 @@ def test_copies_of_srun_that_train_alone_are_noticed(clean, capsys, task, pid, n
     env = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": str(task)} | MASTER
     run("", env | {"SLURM_TASK_PID": str(os.getpid() + pid), "WORLD_SIZE": nodes}, 1)
     assert ("srun has started 4 copies" in capsys.readouterr().out) == says
+    world.single_process()  # imagenet_nd.py, which always trains alone
+    alone = says or nodes == "2"
+    assert ("srun has started 4 copies" in capsys.readouterr().out) == alone
 
 
 @pytest.mark.parametrize(

@@ -339,11 +339,8 @@ def run(worker: Callable[[OptionsT], int], args: OptionsT) -> int:
         raise UserError(f"-g {processes} is too large: GPUs of this node: {visible}")
     if nodes > 1:
         preflight.meet(rank, nodes, processes, (host, number), args.dist_timeout)
-    elif os.environ.get("SLURM_TASK_PID") == str(os.getpid()):  # not a shell of `srun --pty`
-        copies = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
-        if copies > 1 and os.environ.get("SLURM_PROCID") == "0":
-            text = f"note: srun has started {copies} copies of this, and each trains on its own; "
-            print(text + "`sbatch scripts/train.sbatch` makes one training of them", flush=True)
+    else:
+        note_copies()
     job = {"WORLD_SIZE": nodes * processes, "LOCAL_WORLD_SIZE": processes}
     job |= {"MASTER_ADDR": host, "MASTER_PORT": number}
     ranks = [
@@ -352,6 +349,15 @@ def run(worker: Callable[[OptionsT], int], args: OptionsT) -> int:
     if processes > 1:
         print(f"starting {processes} processes on this node", flush=True)
     return supervise(worker, args, ranks)
+
+
+def note_copies() -> None:
+    """Say so if srun has started several trainings, each of which is on its own."""
+    if os.environ.get("SLURM_TASK_PID") == str(os.getpid()):  # not a shell of `srun --pty`
+        copies = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
+        if copies > 1 and os.environ.get("SLURM_PROCID") == "0":
+            text = f"note: srun has started {copies} copies of this, and each trains on its own; "
+            print(text + "`sbatch scripts/train.sbatch` makes one training of them", flush=True)
 
 
 def _node(args: Options) -> tuple[int, int, tuple[str, int]]:

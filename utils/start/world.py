@@ -96,6 +96,7 @@ class World:
 
 def single_process() -> World:
     """The world of a script that runs as one process: the first GPU, or the CPU without one."""
+    launch.note_copies()
     gpu_check.check_gpus()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     choose_kernels(device)
