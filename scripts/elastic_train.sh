@@ -34,7 +34,8 @@ need_master
 use_environment
 MASTER_PORT=${MASTER_PORT:-8888}
 place=$(use_python -m utils.start.preflight rendezvous "$MASTER_ADDR:$MASTER_PORT") || exit
-echo "torchrun waits for ${2%:*} nodes at $MASTER_ADDR:$MASTER_PORT, silently, for up to 10 minutes"
+nodes="at least ${2%:*} of ${2#*:} nodes"
+echo "torchrun waits for $nodes at $MASTER_ADDR:$MASTER_PORT, silently, for up to 10 minutes"
 # Training uses a store of its own, because torchrun's store keeps the addresses of lost nodes.
 variables=(TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
 # Without is_host and local_addr, a node that cannot resolve its own name cannot join. Nodes that

@@ -18,11 +18,13 @@ need_several_nodes() {
     esac
 }
 
-# need_master: fail unless MASTER_ADDR is set and SCRIPT can train on several nodes.
+# need_master: fail unless MASTER_ADDR is set and SCRIPT can train on several nodes. A port follows
+# the address, so an IPv6 address gets brackets.
 need_master() {
     [ -n "${MASTER_ADDR:-}" ] ||
         fail "MASTER_ADDR is not set: on every node, export MASTER_ADDR=<IP address of node 0>" \
             "(this node has $(hostname -I 2>/dev/null || echo '?'))"
+    [[ $MASTER_ADDR != *:*:* || $MASTER_ADDR == \[* ]] || MASTER_ADDR=[$MASTER_ADDR]
     need_several_nodes "${SCRIPT:-}"
 }
 

@@ -255,12 +255,12 @@ def test_a_job_gives_up_when_too_few_nodes_have_come(capsys):
     job = Elastic(SimpleNamespace(elastic=(1, 2), wait=90.0), [], [Host("a"), Host("b")], "")
     for seconds in (20, 40):
         job.wait_for_more(job.enough + seconds, ready=0)
-        text = f"waiting for a, b: 0 of at least 1 nodes are here ({seconds} s, at most 90)\n"
+        text = f"waiting for a, b: nodes here: 0, at least 1 needed ({seconds} s, at most 90)\n"
         assert capsys.readouterr().err == f"launcher: {text}"
     job = Elastic(SimpleNamespace(elastic=(1, 2), wait=1.0), [], [Host("a"), Host("b")], "")
     later = time.monotonic() + 5
     job.wait_for_more(later, ready=1)  # it is enough; the other one may still come
-    with pytest.raises(UserError, match="needs 1 nodes and has waited 1 s for a, b"):
+    with pytest.raises(UserError, match="needs 1 of 2 nodes and has waited 1 s for a, b"):
         job.wait_for_more(later, ready=0)
 
 

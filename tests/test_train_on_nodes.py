@@ -142,7 +142,7 @@ def test_nothing_is_left(nodes, folder, tmp_path, event, seconds, code):
         ("--dir /nowhere", "/nowhere"),
         ("--ssh nosuch", "'nosuch' here"),
         # What else --elastic does, test_job.py tests.
-        ("--elastic 2:2", "the job needs 2 nodes and has waited 7 s for node0"),
+        ("--elastic 2:2", "the job needs 2 of 2 nodes and has waited 7 s for node0"),
     ],
 )
 def test_errors_are_one_line(nodes, tmp_path, launcher, said):

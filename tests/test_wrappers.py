@@ -196,7 +196,14 @@ def test_arguments_reach_the_training(tmp_path):
             typed += ["OMP_NUM_THREADS=3", "OMP_WAIT_POLICY=passive", f"{programs}/torchrun"]
             assert shlex.split(shown[-1])[: len(typed)] == typed
             assert len(shown) == 1 or f"{programs}/python" in shlex.split(shown[0])
-            assert ("torchrun waits for 1 nodes at " in done.out) == (number == 3)
+            assert ("torchrun waits for at least 1 of 2 nodes at " in done.out) == (number == 3)
+
+
+def test_an_ipv6_address_gets_the_brackets_that_a_port_needs():
+    for given, used in (("fd00::1", "[fd00::1]"), ("[::1]", "[::1]"), ("10.0.0.1", "10.0.0.1")):
+        line = f"source {SCRIPTS}/launch.sh; MASTER_ADDR={given}; need_master; echo $MASTER_ADDR"
+        (done,) = shell(line)
+        assert done == Result(0, f"{used}\n", "")
 
 
 @pytest.mark.parametrize("processes", ["0", "two", "99999", "9" * 30])

@@ -134,12 +134,13 @@ class Elastic(Job):
         names = ", ".join(node.host.name for node in away if node.next_call < math.inf)
         names = names or "more nodes than there are"
         if now - self.enough > self.options.wait and here < self.least:
-            why = f"the job needs {self.least} nodes and has waited {self.options.wait:g} s for "
+            why = f"the job needs {self.least} of {len(self.nodes)} nodes and has waited "
+            why += f"{self.options.wait:g} s for "
             raise UserError(why + names, code=LOST_PEER if self.has_begun else BAD_INPUT)
         if now - self.noted > NOTE_SECONDS:
             self.noted = now
             times = f"{now - self.enough:.0f} s, at most {self.options.wait:g}"
-            note(f"waiting for {names}: {here} of at least {self.least} nodes are here ({times})")
+            note(f"waiting for {names}: nodes here: {here}, at least {self.least} needed ({times})")
 
     def has_right_time(self, node: Node) -> bool:
         """Whether a node's clock agrees with the first one's. Raises: `UserError` at the start."""

@@ -527,7 +527,8 @@ def rendezvous(master: str) -> str:
     host, port = parse_tcp_url(f"tcp://{master}", "MASTER_ADDR:MASTER_PORT")
     here, address = is_own(host), address_towards(host)
     if address is None:
-        raise UserError(f"no IPv4 route from here to MASTER_ADDR={host}: is the link up?")
+        why = "give that machine's IPv4 address" if ":" in host else "is the link up?"
+        raise UserError(f"no IPv4 route from here to MASTER_ADDR={host}: {why}")
     try:
         (socket.create_server(("", port)) if here else connect(host, port, 300, sys.stderr)).close()
     except OSError:
