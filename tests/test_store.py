@@ -72,6 +72,10 @@ def test_what_was_downloaded_takes_no_room_while_it_is_trained_on(folder, tmp_pa
     with start("imagenet_nd.py", *where, HOLD_AFTER="1") as run:
         run.until("waiting for a signal")
         assert not list((tmp_path / "run").glob(".*.tmp"))
+    where = line(folder, tmp_path, "--name", "evaluated", "--resume", where[-2])
+    train("imagenet_nd.py", "-e", *where)
+    names = {path.name for path in (tmp_path / "evaluated").iterdir()}
+    assert names == {"options.json", "summary.json", "train.log"}, "the best model is not needed"
 
 
 def test_a_rejected_url_is_an_error_line_and_leaves_no_file(folder, tmp_path):
@@ -116,7 +120,7 @@ def test_the_files_here_are_not_overwritten_by_those_in_the_store(tmp_path):
     one = store.Store(str(tmp_path), own)
     one.open("auto")
     one.close()
-    store.fetch(f"file://{tmp_path}/half", own)
+    store.fetch(f"file://{tmp_path}/half", own, with_best=True)
     assert (own / "snapshot.pt").read_text() == (own / "best.pt").read_text() == "newer"
 
 

@@ -314,7 +314,8 @@ class Run:
 
             if own is not None and not store.is_copy(args.resume, args.store, own.path):
                 self._check_overwriting(own, args.resume)
-            path = store.fetch(args.resume, self.folder.path if self.folder else None)
+            place = self.folder.path if self.folder else None
+            path = store.fetch(args.resume, place, with_best=own is not None)
         else:
             if own is not None and args.resume == "auto":
                 name_newer_snapshot(own.path)

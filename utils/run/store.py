@@ -97,11 +97,11 @@ def is_copy(url: str, store: str | None, folder: Path) -> bool:
     return copy in (url.rstrip("/"), url.rpartition("/")[0])
 
 
-def fetch(url: str, folder: Path | None) -> Path:
+def fetch(url: str, folder: Path | None, with_best: bool = False) -> Path:
     """Download ``url`` to a file in ``folder`` that is removed when this process ends.
 
-    Without ``folder``, use a temporary one. The best model beside the file is downloaded, too,
-    unless ``folder`` already has one. Raises: `UserError`.
+    Without ``folder``, use a temporary one. ``with_best``: download the best model beside the file,
+    too, unless ``folder`` already has one. Raises: `UserError`.
     """
     system, remote, name, names = _find(url)
     if folder is None:
@@ -112,7 +112,7 @@ def fetch(url: str, folder: Path | None) -> Path:
     _at_exit(lambda: file.unlink(missing_ok=True))
     try:
         _download(system, f"{remote}/{name}", file)
-        if BEST in names and name != BEST and not (folder / BEST).exists():
+        if with_best and BEST in names and name != BEST and not (folder / BEST).exists():
             _download(system, f"{remote}/{BEST}", folder / BEST)
     except Exception as error:
         raise UserError(f"cannot download {url} ({error!r:.200})") from error
