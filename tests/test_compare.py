@@ -335,16 +335,18 @@ def test_the_sentences(tmp_path, runs, target, expected):
 
 
 def test_where_the_time_goes_is_said_of_the_run_in_which_it_takes_most(tmp_path):
-    """One process computes when it does not wait."""
-    for name, gpus, sends, waits in (("a", 1, 0.0, 0.3), ("b", 2, 0.3, 0.2)):
-        parts = {"Time/data": 0.2, "Time/compute": 0.8 - sends, "Time/communication": sends}
+    """One process computes when it does not wait. FSDP's communication is part of computing."""
+    runs = (("a", 1, 0.0, 0.3), ("b", 2, 0.3, 0.2), ("c", 2, math.nan, 0.1))
+    for name, gpus, sends, waits in runs:
+        computes = 0.8 if name == "c" else 0.8 - sends
+        parts = {"Time/data": 0.2, "Time/compute": computes, "Time/communication": sends}
         epochs = {x: y | parts | {"IO/wait_share": waits} for x, y in epochs_of(gpus, 64).items()}
         write(tmp_path / name, epochs, options=GOOD | {"gpus": gpus})
     text = "Communication took 30 % of a step (b) and waiting for data took 30 % of the time (a)."
     cells, _, comparison = table(tmp_path)
     assert text in comparison.sentences
     shares = [cells[f"step_{part}_share"] for part in ("data", "compute", "communication")]
-    assert shares == [["20 %", "20 %"], ["80 %", "50 %"], ["-", "30 %"]]
+    assert shares == [["20 %", "20 %", "20 %"], ["80 %", "50 %", "-"], ["-", "30 %", "-"]]
     assert "Waiting for data took 30 % of the time." in table(tmp_path / "a")[2].sentences
 
 

@@ -178,6 +178,10 @@ def test_the_best_model_is_tested_unless_a_signal_waits(monkeypatch, reason):
     interrupted = reason is Reason.INTERRUPTED
     assert loop.end(session, None) == (INTERRUPTED if interrupted else 0)
     assert tested.called != interrupted
+    session.stop.error = UserError("too many images are unreadable")
+    with pytest.raises(UserError):
+        loop.end(session, None)
+    session.run.close.assert_called_once_with()  # the store has the last files
 
 
 @pytest.mark.parametrize(("done", "goes_on"), [(2, True), (3, False), (5, False)])
@@ -352,6 +356,13 @@ def test_the_best_model_may_be_that_of_the_lowest_loss(ran, tmp_path):
         assert f"{part}: loss {results['best_loss']:.4f}  top-1 33.333 %" in done.out
     assert {path.name for path in tmp_path.iterdir()} == {"a", "data"}
     assert summary(tmp_path / "a") == results
+    # Continued from the snapshot alone: the best model of the epochs before it is not there.
+    (tmp_path / "a/snapshot.pt").rename(tmp_path / "alone.pt")
+    again = ("--epochs", "4", "--resume", tmp_path / "alone.pt", *where, "b", tmp_path / "data")
+    done = train("imagenet_nd.py", *options, "--best-by", "top1", *again)
+    assert "note: best.pt is missing" in done.out
+    results, best = summary(tmp_path / "b"), snapshot(tmp_path / "b", "best.pt")
+    assert results["best_epoch"] == best["epoch"] == 4
 
 
 def test_the_last_line_says_how_to_continue(folder, tmp_path):

@@ -11,7 +11,7 @@ from utils.epoch import save_snapshot, test_best
 from utils.run import audit, ledger, spot
 from utils.run.resume import add_average, fingerprints, load, saved_preprocessing
 from utils.run.run_directory import checkpoint_file
-from utils.run.snapshots import SNAPSHOT, SnapshotWriter, TrainState
+from utils.run.snapshots import BEST, SNAPSHOT, SnapshotWriter, TrainState
 from utils.run.stopping import Reason, StopRequest
 from utils.session import Predict, Session, Training, TrainStep
 from utils.start import errors, progress
@@ -62,8 +62,11 @@ def resume(session: Session) -> None:
         notes = load(state, args, content, run.source, session.loaders.classes)
     else:
         add_average(state, args)
-    if state.resumed and not main:
-        state.sums = None  # they cover all ranks: only one rank may add them again
+    if state.best and broadcast_from_rank0(run.lacks_best, session.world):
+        state.best = {}  # else the run may end without a best.pt, as no later epoch is better
+        notes.append(f"note: {BEST} is missing: the best model will be that of a later epoch")
+    if not main:
+        state.sums = None  # those of a snapshot cover all ranks: only one rank may add them again
     if args.start_epoch is not None and not args.evaluate:
         state.epoch, state.step, state.sums, state.printed = args.start_epoch, 0, None, None
         state.history = [one for one in state.history if one["epoch"] <= state.epoch]
@@ -125,7 +128,7 @@ def begin(session: Session) -> Training:
         training.stop.reason = Reason.TRAIN_TIME
     # Nor does one that has reached its target.
     reached = any(is_enough(args, record) for record in state.history)
-    if state.resumed and args.start_epoch is None and reached:
+    if args.start_epoch is None and reached:
         training.stop.ask(Reason.DESIRED_ACC)
     state.tick()
     return training

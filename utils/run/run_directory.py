@@ -342,6 +342,10 @@ class Run:
                 link_atomically(best, kept)
         return source, content
 
+    def lacks_best(self) -> bool:
+        """Whether there is a run directory without the best model so far."""
+        return self.folder is not None and not (self.folder.path / BEST).exists()
+
     def _check_overwriting(self, own: RunFolder, source: Path | str) -> None:
         """Raise `UserError` if the snapshot of another run would overwrite that of this one."""
         if self.args.start_epoch is None and latest(own.path):
