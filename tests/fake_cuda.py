@@ -174,7 +174,7 @@ ANSWERS = {  # of functions of torch.cuda
     "current_device": 0,
     "set_device": None,
     "get_device_properties": PROPERTIES,
-    "get_device_name": "Fake",
+    "get_device_name": "Tesla T4",
     "get_device_capability": (8, 0),
     "max_memory_allocated": 2**30,
     "reset_peak_memory_stats": None,

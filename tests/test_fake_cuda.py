@@ -54,6 +54,7 @@ def test_the_host_waits_for_no_step_and_a_run_continues(train, line):
     facts, saved = summary(folder), snapshot(folder)
     assert (facts["device"], saved["progress"]["epoch"], facts["epochs_done"]) == ("cuda", 2, 2)
     assert "test_top1" in facts
+    assert ("mfu" in facts) == (not line.startswith(FSDP)), "of a GPU whose peak is known"
     assert {tensor.dtype for tensor in saved["model"].values()} <= {torch.float32, torch.int64}
 
 

@@ -108,12 +108,17 @@ def test_the_models_share_of_the_peak():
     operations = flops.of_image(model, torch.zeros(1, 3, 10, 10))
     assert operations == 2 * 8 * 3 * 9 * 100
     assert model.training
+    block = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)  # torch has a faster path
+    operations = flops.of_image(block, torch.zeros(1, 5, 8))
+    products = 2 * 5 * (4 * 8 * 8 + 2 * 8 * 16)  # those of attention itself a CPU does not count
+    assert products <= operations <= products + 2 * 2 * 5 * 5 * 8
     assert flops.peak("Tesla T4", "fp16") == 65e12
     assert flops.peak("NVIDIA H100 80GB HBM3", "fp32") == 494e12
     assert flops.peak("Tesla V100-SXM2-16GB", "bf16") == 125e12
     assert flops.peak("NVIDIA H100 PCIe", "bf16") == 756e12
     assert flops.peak("GeForce", "fp16") is None
-    assert flops.utilisation(4e12, 4, 100e12) == pytest.approx(0.03)
+    assert flops.utilisation(4e12, 4, 100e12, freeze=False) == pytest.approx(0.03)
+    assert flops.utilisation(4e12, 4, 100e12, freeze=True) == pytest.approx(0.01)
 
 
 def test_the_peak_is_that_of_the_precision(monkeypatch):
@@ -129,7 +134,7 @@ def test_the_peak_is_that_of_the_precision(monkeypatch):
         session = mock.MagicMock(spec=Training)
         session.ledger, session.world = mock.MagicMock(), World(GPU)
         session.state = SimpleNamespace(sharded=False, history=[{"epoch": 1}])
-        session.args = SimpleNamespace(opt_level=level)
+        session.args = SimpleNamespace(opt_level=level, freeze=False)
         session.loaders = SimpleNamespace(dtype=dtype)
         report.used(session)
         asked.assert_called_with("T4", precision)
@@ -143,7 +148,8 @@ def test_the_share_of_the_peak_is_of_each_epochs_own_size(monkeypatch):
     session = mock.MagicMock(spec=Training)
     session.ledger, session.world, session.train = mock.MagicMock(), World(GPU), mock.Mock()
     session.run = SimpleNamespace(mode="nd")
-    session.ledger.totals.return_value, session.args = {}, SimpleNamespace(opt_level="O0")
+    session.args = SimpleNamespace(opt_level="O0", freeze=False)
+    session.ledger.totals.return_value = {}
     session.train.blank = lambda side: torch.zeros(1, 3, side or 32, side or 32)
     model, history = torch.nn.Conv2d(3, 8, 1), [dict(zip(tags, x, strict=True)) for x in epochs]
     session.state = SimpleNamespace(sharded=False, history=history, model=model)

@@ -146,7 +146,8 @@ def used(session: Session) -> dict[str, float]:
         name = torch.cuda.get_device_name(device)
         peak = flops.peak(name, "fp32" if is_float32 else precision)
         if peak and (forward := _forward_operations(session)):
-            totals["mfu"] = flops.utilisation(forward, gpu_count(session), peak)
+            gpus, freeze = gpu_count(session), session.args.freeze
+            totals["mfu"] = flops.utilisation(forward, gpus, peak, freeze)
     return totals
 
 
@@ -154,7 +155,8 @@ def _forward_operations(session: Session) -> float | None:
     """Operations of forward passes per second, over the epochs; None before the first one ends."""
     history, tag = session.state.history, "Size/train"  # which only --progressive has
     sides = {int(record.get(tag, 0)) for record in history}
-    each = {x: flops.of_image(session.state.model, session.train.blank(x)) for x in sides}
+    model, blank = session.state.model, session.train.blank
+    each = {x: flops.of_image(model, blank(x).float()) for x in sides}
     rates = [(x["epoch"], each[int(x.get(tag, 0))] * x["Throughput/train"]) for x in history]
     return typical(dict(rates))
 

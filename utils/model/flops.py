@@ -2,8 +2,11 @@
 
 import torch
 from torch import Tensor, nn
+from torch.backends import mha
 
-TRAINING = 3  # a step's operations over those of its forward pass: backward takes two more
+# A step's operations over those of its forward pass: backward takes two more. A model of which only
+# the classifier is trained has next to no backward pass.
+TRAINING, FROZEN = 3, 1
 # FLOP/s of tensor cores without sparsity, in 16 bits and in float32 (TF32 where there is one).
 PEAKS = {
     "T4": (65e12, 8.1e12),
@@ -24,14 +27,17 @@ PEAKS = {
 def of_image(model: nn.Module, image: Tensor) -> float:
     """Operations of the forward pass of ``image`` [1, 3, size, size]; a multiply-add is two.
 
-    The model is left as it was. It must not be sharded.
+    The model is left as it was. It must not be sharded. ``image`` is float32, as outside of
+    autocast all models of the suite take it.
     """
     from torch.utils.flop_counter import FlopCounterMode  # imports triton, and sympy to count
 
-    was_training = model.training
+    was_training, has_fast_attention = model.training, mha.get_fastpath_enabled()
     model.eval()
+    mha.set_fastpath_enabled(False)  # in it, torch does not count
     with FlopCounterMode(display=False) as counter:
         model(image)
+    mha.set_fastpath_enabled(has_fast_attention)
     model.train(was_training)
     return float(counter.get_total_flops())
 
@@ -46,7 +52,7 @@ def peak(name: str, precision: str) -> float | None:
     return known[-1][precision == "fp32"] if known else None
 
 
-def utilisation(forward: float, gpus: int, peak: float) -> float:
+def utilisation(forward: float, gpus: int, peak: float, freeze: bool) -> float:
     """The fraction of the ``gpus``' peak that training needs; ``forward`` passes take so many
-    operations per second."""
-    return TRAINING * forward / (gpus * peak)
+    operations per second. ``freeze``: only the classifier is trained."""
+    return (FROZEN if freeze else TRAINING) * forward / (gpus * peak)
