@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -120,6 +121,21 @@ def test_of_many_ranks_that_do_not_come_some_are_named(monkeypatch):
     for size, named in ((9, f"{eight} of 9"), (10, f"{eight}, ... of 10")):
         with pytest.raises(UserError, match=f"^{named} have not joined the job within 0.2 s"):
             world.meet_all(("127.0.0.1", free_port()), 0, size, 0.2)
+
+
+def test_a_rank_that_is_given_twice_is_named_on_every_node(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    address, began = ("127.0.0.1", free_port()), time.monotonic()
+
+    def join(rank: int) -> str:
+        with pytest.raises(UserError) as error:
+            world.meet_all(address, rank, 3, 60.0)
+        return f"{error.value.code}: {error.value}"
+
+    with ThreadPoolExecutor(3) as pool:
+        for text in pool.map(join, (0, 1, 1)):
+            assert text.startswith("2: two processes have rank 1 of 3, on ")
+    assert time.monotonic() - began < 30, "somebody has waited for the time limit"
 
 
 @pytest.mark.parametrize("more", [(), NAMED[:2], (*NAMED, "--start-epoch", "1")])

@@ -24,9 +24,9 @@ from torch.cuda import nccl
 from torch.nn.parallel import DistributedDataParallel
 
 from utils.start import errors, gpu_check, known_errors, launch, lost_peer, preflight
-from utils.start.addresses import port_in_use
+from utils.start.addresses import is_elastic, port_in_use
 from utils.start.cores import usable_cores
-from utils.start.errors import LOST_PEER, UserError, printable
+from utils.start.errors import BAD_INPUT, LOST_PEER, UserError, printable
 from utils.start.hang import MOST_NAMED, Place, Watchdog
 from utils.start.option_types import Options
 
@@ -268,20 +268,35 @@ def meet_all(address: tuple[str, int], rank: int, size: int, seconds: float) -> 
     # an agent that has just joined has counted fewer restarts than the others.
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if in_agent else "0"
     store = PrefixStore(f"start_{start}", server)
-    store.set(f"rank_{rank}", "")
+    host, twice = socket.gethostname(), "two_have_one_rank"
+    me = f"{os.urandom(8).hex()} {host}"
+    other = store.compare_set(f"rank_{rank}", "", me).decode()  # the first one that comes
+    if other != me:
+        store.set(twice, f"rank {rank} of {size}, on {other.partition(' ')[2]} and on {host}")
     here, deadline = store.add("here", 1), time.monotonic() + seconds
     # Not `store.wait`, which prints a trace of C++ functions when the time is over.
-    while here < size and time.monotonic() < deadline and not store.add("given_up", 0):
+    while here < size and time.monotonic() < deadline:
+        if store.add("given_up", 0) or store.check([twice]):
+            break
         time.sleep(0.05)
         here = store.add("here", 0)
-    if here == size:
+    was_twice = store.check([twice])
+    if here == size and not was_twice:
         return store
-    absent = [one for one in range(size) if not store.check([f"rank_{one}"])]
+    error = _missing_ranks(
+        [r for r in range(size) if not store.check([f"rank_{r}"])], size, seconds
+    )
+    if was_twice:
+        hosts = hosts and preflight.is_own(address[0])  # of two ranks 0, one has the store
+        text = f"two processes have {store.get(twice).decode()}: give each its own (RANK, or "
+        text += "--node_rank of torchrun)"
+        code = LOST_PEER if is_elastic() else BAD_INPUT
+        error = UserError(text, on_every_rank=True, code=code)
     store.add("given_up", 1)
     # The store ends with the process that has it: first, the others learn that it is over.
     while hosts and store.add("given_up", 0) < here and time.monotonic() < deadline + END_SECONDS:
         time.sleep(0.05)
-    raise _missing_ranks(absent, size, seconds)
+    raise error
 
 
 def _missing_ranks(ranks: list[int], size: int, seconds: float) -> UserError:
