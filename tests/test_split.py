@@ -132,7 +132,7 @@ def own(root, layout):
     if "empty" in layout:  # a desktop has left a file in it
         put(root, {"train/.DS_Store": b""})
     if layout == "train alone":
-        put(root, {"notes.txt": b"", "train/a/.mine.tmp": b"mine"})
+        put(root, {"notes.csv": b"a_00,xa", "train/a/.mine.tmp": b"mine"})
     if "table" in layout:
         has_columns = "train" in layout  # and their names in the first line
         more = "7," if has_columns else ""
@@ -260,6 +260,10 @@ def test_a_table_that_contradicts_itself(tmp_path):
     message = fail("split", data, "--val", 0.2, "--labels", table)
     assert f"{table} has a column for each class (MEL, NV): write" in message
     assert tree(data) == before
+    for label in ("", "x/a", ".xa"):
+        table.write_text(f"a_00,xa\na_01,{label}\n")
+        message = fail("split", data, "--val", 0.2, "--labels", table)
+        assert f"line 2 of {table}: a class cannot be named {label!r}" in message
     table.write_text(f'a_00,"{"x" * 150_000}\n')  # a quotation mark that is never closed
     message = fail("split", data, "--val", 0.2, "--labels", table)
     assert f"cannot read {table}: give a CSV file" in message
@@ -273,13 +277,32 @@ def test_what_a_table_leaves_out_is_counted(tmp_path):
     names = [f"{i}.jpg" for i in range(6)]
     put(tmp_path, dict.fromkeys((*names, "sub/twin.jpg", "twin.jpg"), b"x"))
     rows = [f"{name} ;a, b, c, d, e; {'cat' if name < '3' else 'dog'}" for name in names]
-    rows = ["Name;Notes; Class ", *rows, "gone.jpg;;cat", "0.jpg;;cat", "twin;;cat"]
+    rows = ["Name;Notes; Class ", *rows, "", "gone.jpg;;cat", "0.jpg;;cat", "twin;;cat"]
+    rows.append("sub/twin.jpg;")
     (tmp_path / "labels.csv").write_text("\n".join(rows))
     said = succeed("split", tmp_path, "--val", 0.3)
     assert "train 4 images, val 2 images" in said
     assert {path.name for path in (tmp_path / "val").iterdir()} == {"cat", "dog"}
-    assert f"left out: 2 lines of {tmp_path}/labels.csv that name no image" in said
+    assert f"left out: 3 lines of {tmp_path}/labels.csv that name no image" in said
     assert "left out: 2 images that" in said
+
+
+def test_folders_that_a_table_contradicts_are_no_classes(tmp_path):
+    """As competitions of Kaggle have them. Any other table is left alone."""
+    names = [f"{part}_images/{part}{i}.jpg" for part in ("train", "test") for i in range(4)]
+    data = put(tmp_path / "my data", {name: name.encode() for name in names})
+    before, table, command = tree(data), data / "train.csv", ("split", data, "--val", 0.2)
+    for text in ("animal,class\nzebra,striped", "image,class\ntrain0.jpg,train_images"):
+        table.write_text(text)
+        assert "left out" not in succeed(*command)
+        succeed("split", data, "--undo")
+    table.write_text("\n".join(["id,label", *(f"train{i},{'cat' * (i % 2)}x" for i in range(4))]))
+    message = fail(*command)
+    assert "other classes than their folders, such as " in message
+    assert tree(data) == before | {"train.csv": table.read_bytes()}
+    labels = shlex.split(re.search("add (--labels .*), or", message)[1])
+    assert "left out: 4 images" in succeed(*command, *labels)
+    assert {path.name for path in (data / "train").iterdir()} == {"catx", "x"}
 
 
 @pytest.mark.parametrize("layout", ["a table", "a table, images in train", "class folders"])

@@ -159,9 +159,10 @@ def _describe(data: Path, table: Path | None) -> dict[str, Any]:
     if table or not train.is_dir() or not class_names(train):
         if table is None:
             classes = [] if layouts.has_image(train) else layouts.classes_at_top(data)
-            if classes:
-                return {"layout": "folders", "classes": classes}
             table = layouts.label_table(data)
+            if classes:
+                _check_folders(data, classes, table)
+                return {"layout": "folders", "classes": classes}
         if table is not None:
             labels = os.path.abspath(table)
             return {"layout": "table", "from": _labelled(data, table, {}), "labels": labels}
@@ -175,6 +176,21 @@ def _describe(data: Path, table: Path | None) -> dict[str, Any]:
     return {"layout": "train"}
 
 
+def _check_folders(data: Path, classes: list[str], table: Path | None) -> None:
+    """Raise `UserError` if a table in ``data`` gives images other classes than their folders.
+
+    In competitions of Kaggle, the folders are train_images and test_images.
+    """
+    labels: set[str] = set()
+    with suppress(UserError):  # a table of something else
+        places = _labelled(data, table, {}, quiet=True) if table else ()
+        labels = {place.partition("/")[0] for place in places} - {*classes}
+    if labels:
+        text = f"{table} gives images in {data} other classes than their folders, such as "
+        text += f"{min(labels)} (not {classes[0]}): add --labels {shlex.quote(str(table))}, or if "
+        raise UserError(f"{text}the folders are the classes, move the table elsewhere")
+
+
 def _check_labels(data: Path, marker: dict[str, Any], table: Path | None) -> None:
     """Raise `UserError` if the table, by default that of the first call, has other labels now."""
     if table is None and os.path.isfile(first := marker.get("labels", "")):
@@ -186,9 +202,12 @@ def _check_labels(data: Path, marker: dict[str, Any], table: Path | None) -> Non
         raise UserError(f"{text}, then this command again")
 
 
-def _labelled(data: Path, table: Path, known: dict[str, str]) -> dict[str, str]:
+def _labelled(
+    data: Path, table: Path, known: dict[str, str], quiet: bool = False
+) -> dict[str, str]:
     """Place CLASS/NAME -> path below ``data`` of each image in a table. ``known``: the same of
-    images that may have moved. Raises: `UserError`."""
+    images that may have moved. Unless ``quiet``, what is left out is counted. Raises: `UserError`.
+    """
     try:
         text = table.read_text(encoding="utf-8-sig")
         first = text.partition("\n")[0]
@@ -228,9 +247,10 @@ def _labelled(data: Path, table: Path, known: dict[str, str]) -> dict[str, str]:
             raise UserError(f"{path} and {places[place]} are both images {place}: rename one")
     if not places:
         raise UserError(f"{table} names none of the {len(images)} images in {data}")
-    if missing:
+    if missing and not quiet:
         print(f"left out: {missing} lines of {table} that name no image, or have no class")
-    if left := len(images) - len(set(places.values())):
+    left = len(images) - len(set(places.values()))
+    if left and not quiet:
         print(f"left out: {left} images that {table} does not name")
     if len(set(places.values())) < len(places):
         raise UserError(f"{table} names an image twice, with different classes")
