@@ -161,6 +161,7 @@ def test_signals_end_in_snapshots_and_change_nothing(place):
     seconds, run, whole = [0.0], place.root / "often", place.root / "whole"
     options = (*ONE, "--snapshot-minutes", "0")
     for (epoch, step), signum in STOPS:
+        first = position(run) if run.exists() else (0, 0)
         how = {"at": (epoch, step), "signum": signum, "group": signum != signal.SIGTERM}
         result = place.stop(ND, "often", *options, **how, STEP_SECONDS="0.02")
         done, steps = position(run)
@@ -180,6 +181,8 @@ def test_signals_end_in_snapshots_and_change_nothing(place):
                 epoch - 1,
             )
         seconds.append(snapshot(run)["progress"]["elapsed"])
+        trained = (done - first[0]) * STEPS + steps - first[1]
+        assert seconds[-1] - seconds[-2] > 0.02 * (trained - 1), "until the snapshot"
     place.finish("often", *options)
     assert_same_run(run, whole)
     seconds.append(snapshot(run)["progress"]["elapsed"])
