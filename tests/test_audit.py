@@ -84,7 +84,7 @@ def test_steps_after_the_last_snapshot_are_counted_as_repeated(log, tmp_path):
     "what",
     [
         *("other image", "more steps", "gap", "lost end", "missing end", "missing epoch"),
-        *("no log", "not a log", "half a step"),
+        *("no log", "not a log", "half a step", "short epoch"),
     ],
 )
 def test_a_broken_promise_is_named(log, tmp_path, what):
@@ -101,6 +101,9 @@ def test_a_broken_promise_is_named(log, tmp_path, what):
     elif what == "gap":
         lines.remove(taken[1])
         answer = "epoch 2, step 2 follows epoch 2, step 1"
+    elif what == "short epoch":
+        lines.remove([line for line in lines if line.get("epoch") == 0 and "taken" in line][-1])
+        answer = "epoch 2, step 0 follows epoch 1, step 4"
     elif what == "lost end":  # of the processes before those that resumed
         lines.append(lines[0] | {"began": [2, 3]})
         answer = "steps before epoch 3, step 3 are missing: the log ends at epoch 2, step 5"
