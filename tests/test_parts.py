@@ -15,6 +15,7 @@ from torchvision.models.vision_transformer import VisionTransformer, interpolate
 from utils.data.preprocessing import Preprocessing
 from utils.model import blocks, models, pretrained_weights
 from utils.start.errors import UserError
+from utils.start.option_types import Options
 
 
 def small_resnet(classes=5, seed=0):
@@ -151,7 +152,7 @@ def test_images_as_the_file_says(options_of, folder, tmp_path):
 def test_a_frozen_model_trains_its_head_alone():
     model, images = small_resnet(), torch.randn(4, 3, 32, 32)
     before = copy.deepcopy(model.state_dict())
-    blocks.freeze(model, blocks.head_of(model, 5))
+    blocks.freeze(model, blocks.heads_of(model, 5))
     model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     for wrapper in (model, nn.DataParallel(model), copy.deepcopy(model)):
         wrapper.train()
@@ -159,6 +160,24 @@ def test_a_frozen_model_trains_its_head_alone():
     trained = {name for name, weight in model.named_parameters() if weight.grad is not None}
     assert trained == {"fc.weight", "fc.bias"}
     assert same(model.state_dict(), before), "statistics, too"
+
+
+def test_both_classifiers_of_a_distilled_model_are_trained_and_new(tmp_path):
+    """As in timm's DeiT, whose logits are the mean of both."""
+    model = nn.ModuleDict({x: nn.Linear(4, 5) for x in ("body", "head", "head_dist")})
+    model.get_classifier = lambda: (model["head"], model["head_dist"])
+    expected = {"head.weight", "head.bias", "head_dist.weight", "head_dist.bias"}
+    (note,) = blocks.change(
+        model, Options(freeze=True, pretrained=True, activation_checkpointing=0), 5
+    )
+    assert note == "--freeze: only head and head_dist are trained"
+    assert {name for name, p in model.named_parameters() if p.requires_grad} == expected
+    content = {name: torch.ones(7, *x.shape[1:]) for name, x in model.state_dict().items()}
+    content |= {
+        name: torch.ones_like(x) for name, x in model["body"].state_dict(prefix="body.").items()
+    }
+    (note,) = pretrained_weights.load_weights(model, saved(tmp_path, content), "deit", 5)
+    assert "2 of 6 tensors; new: head.weight, head.bias, head_dist.weight, head_dist.bias" in note
 
 
 # ---- --sync-bn

@@ -221,7 +221,7 @@ def test_weights_that_a_model_cannot_take(tmp_path, capsys):
             lambda: pretrained_weights.plain_weights(content, Path("list.pt")),
             "list.pt contains no model weights",
         ),
-        (lambda: blocks.head_of(tiny, 4), "this model has no last layer of 4 classes"),
+        (lambda: blocks.heads_of(tiny, 4), "this model has no last layer of 4 classes"),
         (lambda: blocks.checkpoint_blocks(tiny), "this model has no repeated blocks: leave it out"),
         (
             lambda: figures.real_accuracy(SimpleNamespace(classes=["a"]), tmp_path / "x"),
@@ -229,7 +229,7 @@ def test_weights_that_a_model_cannot_take(tmp_path, capsys):
         ),
     ):
         assert words in refused(call, capsys)
-    assert blocks.head_of(tiny, 3) == "0"
+    assert blocks.heads_of(tiny, 3) == ["0"]
 
 
 # ---- data

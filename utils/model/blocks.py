@@ -1,7 +1,7 @@
 """Options that change a new model: --freeze and --activation-checkpointing. This file also
 identifies a model's last layer and repeated blocks.
 
-Interface: `utils.model.models` calls `change` with the new model; other modules call `head_of` and
+Interface: `utils.model.models` calls `change` with the new model; other modules call `heads_of` and
 `repeated`.
 """
 
@@ -50,20 +50,21 @@ def annotate(model: Any, **values: Any) -> None:
         setattr(model, name, value)
 
 
-def head_of(model: nn.Module, classes: int) -> str:
-    """Return the name of the last layer with ``classes`` outputs. Raises: `UserError`."""
+def heads_of(model: nn.Module, classes: int) -> list[str]:
+    """Return the names of the classifiers: the last layer with ``classes`` outputs, or what timm
+    says, which for models trained by distillation (DeiT, LeViT) are two. Raises: `UserError`."""
     classifier_of = getattr(model, "get_classifier", None)  # timm's
-    own = classifier_of() if classifier_of is not None else None
-    head = ""
+    own = classifier_of() if classifier_of is not None else ()
+    own, heads, last = own if isinstance(own, tuple) else (own,), [], []
     for name, layer in model.named_modules():
-        if layer is own:
-            return name
+        if any(layer is one for one in own):
+            heads.append(name)
         width = getattr(layer, "out_features", getattr(layer, "out_channels", None))
         if isinstance(layer, (nn.Linear, nn.Conv2d)) and width == classes:
-            head = name
-    if not head:
+            last = [name]
+    if not (heads := heads or last):
         raise UserError(f"this model has no last layer of {classes} classes", on_every_rank=True)
-    return head
+    return heads
 
 
 def repeated(model: nn.Module) -> list[nn.Module]:
@@ -119,9 +120,9 @@ def change(model: nn.Module, args: Options, classes: int) -> list[str]:
     """Apply the options to ``model``. Returns: notes for the log. Raises: `UserError`."""
     notes = []
     if args.freeze:
-        head = head_of(model, classes)
-        freeze(model, head)
-        note = f"--freeze: only {head} is trained"
+        heads = heads_of(model, classes)
+        freeze(model, heads)
+        note = f"--freeze: only {' and '.join(heads)} {'are' if len(heads) > 1 else 'is'} trained"
         if not args.pretrained and args.resume in (None, "auto"):
             note += "; without --pretrained the other weights stay random, and it learns little"
         notes.append(note)
@@ -130,10 +131,11 @@ def change(model: nn.Module, args: Options, classes: int) -> list[str]:
     return notes
 
 
-def freeze(model: nn.Module, head: str) -> None:
-    """``--freeze``: train only the layer ``head``; freeze batch-norm statistics elsewhere."""
+def freeze(model: nn.Module, heads: list[str]) -> None:
+    """``--freeze``: train only the layers ``heads``; freeze batch-norm statistics elsewhere."""
     model.requires_grad_(False)
-    model.get_submodule(head).requires_grad_(True)
+    for head in heads:
+        model.get_submodule(head).requires_grad_(True)
     model.train = MethodType(_train_the_unfrozen, model)
     model.train(model.training)
 

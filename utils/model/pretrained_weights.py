@@ -76,7 +76,7 @@ def with_published_weights(arch: str, classes: int, image_size: int) -> nn.Modul
     if isinstance(model, Inception3):  # for googlenet, torchvision does this itself
         model.aux_logits, model.AuxLogits = False, None
     if classes != 1000:
-        name = blocks.head_of(model, 1000)
+        (name,) = blocks.heads_of(model, 1000)
         old = model.get_submodule(name)
         if isinstance(old, nn.Linear):
             new: nn.Module = nn.Linear(old.in_features, classes, bias=old.bias is not None)
@@ -147,7 +147,7 @@ def load_weights(model: nn.Module, file: str, arch: str, classes: int) -> list[s
     `UserError` if the file is for another model.
     """
     path, content = Path(file), read_weights(file)
-    head = blocks.head_of(model, classes)
+    heads = tuple(f"{name}." for name in blocks.heads_of(model, classes))
     if isinstance(saved := content.get("arch"), str) and saved != arch:
         raise UserError(f"{path} is a {saved}: use -a {saved} to load it", on_every_rank=True)
     saved_weights, note = plain_weights(content, path)
@@ -161,12 +161,12 @@ def load_weights(model: nn.Module, file: str, arch: str, classes: int) -> list[s
             notes.append(f"{name} resized from {before} to {_size(value)}")
         if value.shape == tensor.shape:
             fitted[name] = value
-        elif not name.startswith(f"{head}."):
+        elif not name.startswith(heads):
             why = f"{name} is {_size(value)}, not {_size(tensor)}"
             raise UserError(f"{path} does not fit {arch}: {why}", on_every_rank=True)
     # Old files lack the counters of batch norm.
     lacking = [n for n in own if n not in fitted and not n.endswith("num_batches_tracked")]
-    new_head = [name for name in lacking if name.startswith(f"{head}.")]
+    new_head = [name for name in lacking if name.startswith(heads)]
     missing = [name for name in lacking if name not in new_head]
     if len(missing) > MOST_MISSING * len(own):
         why = f"{len(missing)} of {len(own)} weights are not in it: {_list(missing)}"
