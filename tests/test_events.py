@@ -43,6 +43,15 @@ def test_a_clock_that_was_set_back_does_not_turn_curves_around(tmp_path, monkeyp
     assert [x for x, _ in scalars(tmp_path)["Loss/train"]] == [1, 2, 3]
 
 
+def test_a_clock_that_is_set_does_not_change_how_long_training_took(tmp_path, monkeypatch):
+    events, now = EventFile(tmp_path), time.time()
+    for epoch, jump in enumerate((-7200, 86400), 1):
+        monkeypatch.setattr(time, "time", lambda jump=jump: now + jump)
+        events.scalars({"Loss/train": 1.0}, epoch)
+    (run,) = table(tmp_path)[2].runs
+    assert 0 < run.hours[1] < run.hours[2] < 0.01
+
+
 @pytest.mark.parametrize(("epoch", "step_x", "lost"), [(3, 3500, 0), (2, 2000, 10), (6, 6000, 0)])
 def test_only_later_points_are_removed(written, epoch, step_x, lost):
     """Also from a file that a crash cut short. The figures of DATA/test are written again by a

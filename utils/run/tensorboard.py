@@ -38,11 +38,13 @@ class EventFile(Sink):
         # must not put this file before older ones: curves would run backward.
         stamps = [path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*")]
         last = max((int(stamp) for stamp in stamps if stamp.isdecimal()), default=0)
+        # Points are as far apart as in training, also if the clock is set, or the machine sleeps.
+        self.boot = time.time() - time.monotonic()
         second = max(int(time.time()), last + 1)
         name = f"events.out.tfevents.{second}.{socket.gethostname()}.{os.getpid()}.0"
         self.path, self.has_gap = folder / name, False
-        header = Event(file_version="brain.Event:2", wall_time=time.time())
-        self._append([header, *_events(summaries)])
+        header = Event(file_version="brain.Event:2", wall_time=self.boot + time.monotonic())
+        self._append([header, *self._events(summaries)])
 
     def scalars(self, tags: Mapping[str, float], x: int) -> None:
         """Add a point at ``x`` for each tag."""
@@ -59,7 +61,11 @@ class EventFile(Sink):
 
     def add(self, summaries: Iterable[Summary], x: int = 0) -> None:
         """Add summaries at ``x``."""
-        self._append(_events(summaries, x))
+        self._append(self._events(summaries, x))
+
+    def _events(self, summaries: Iterable[Summary], x: int = 0) -> list[Event]:
+        now = self.boot + time.monotonic()
+        return [Event(wall_time=now, step=x, summary=one) for one in summaries]
 
     def _append(self, events: list[Event]) -> None:
         """Append ``events``. A disk error leaves a gap in the curves, and is reported once."""
@@ -79,10 +85,6 @@ class EventFile(Sink):
                     "its curves have a gap"
                 )
             self.has_gap = True
-
-
-def _events(summaries: Iterable[Summary], x: int = 0) -> list[Event]:
-    return [Event(wall_time=time.time(), step=x, summary=one) for one in summaries]
 
 
 def cut_off(folder: Path, epoch: int, step_x: int) -> None:
