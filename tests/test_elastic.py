@@ -93,6 +93,7 @@ def test_torchrun_restarts_continue_from_the_snapshot(folder, tmp_path):
         result = run.result()
     assert result.code == 0, result.out + result.err
     assert f"process {killed} on" in result.out
+    assert "then run the same command again, unless it restarts by itself" in result.err
     assert re.search(r"resumed from \S+: epoch 2, step 0", result.out)
     facts = summary(tmp_path / "a")
     assert (facts["finished_because"], facts["epochs_done"]) == ("epochs", 2)

@@ -245,8 +245,10 @@ def end(
     if "energy_kwh" in totals:
         outcome += f", {totals['energy_kwh']:.3g} kWh"
     why = WHY.get(reason, reason.value)
-    if reason in (Reason.TRAIN_TIME, Reason.INTERRUPTED):
+    if reason is Reason.INTERRUPTED:
         why += errors.how_to_continue
+    if reason is Reason.TRAIN_TIME:  # torchrun starts nothing again that has ended well
+        why += errors.how_to_continue.removesuffix(errors.BY_ITSELF)
     log.info(f"Training time {_duration(state.elapsed)}, {outcome}: {why}")
 
 

@@ -270,7 +270,9 @@ class Run:
             log.info(lock.note)
 
     def _say_how_to_continue(self, folder: Path) -> None:
-        errors.how_to_continue = f"run the same command {_changes(self.args, folder) or 'again'}"
+        by_itself = errors.BY_ITSELF if is_elastic() else ""
+        how = _changes(self.args, folder) or "again"
+        errors.how_to_continue = f"run the same command {how}{by_itself}"
 
     def tell_written(self, path: Path) -> None:
         """A file of the directory was written: a snapshot, perhaps the first one, or another."""

@@ -77,6 +77,7 @@ _ending = threading.RLock()  # never released
 # Advice at the end of messages: how to continue. A training with a run directory has another one,
 # see `utils.run.run_directory`; before that, and in an evaluation, there is nothing to resume.
 how_to_continue = "run the same command again"
+BY_ITSELF = ", unless it restarts by itself"  # follows, if torchrun starts the processes again
 
 
 def is_first_to_report() -> bool:
