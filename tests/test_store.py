@@ -53,6 +53,10 @@ def test_a_new_machine_continues_bit_for_bit(folder, tmp_path, stopped, how):
     if how == "file":  # another folder of this machine
         options = ("--name", "half", "--resume", copy / "snapshot.pt")
     runs = tmp_path / "runs"
+    slip = ("-j", 0, "--image-size", 32, "--lr-schedule", "cosine")
+    done = python("imagenet_nd.py", *line(folder, runs, *options, *slip))
+    assert done.code == 2 and "was made with --lr-schedule step" in done.err
+    assert not runs.exists(), "a snapshot that is left there would be continued without best.pt"
     result = train("imagenet_nd.py", *line(folder, runs, *options))
     assert "resumed from" in result.out
     assert [path.name for path in runs.iterdir()] == ["half"]

@@ -19,6 +19,7 @@ from PIL import Image
 from tensorboard.compat.proto.summary_pb2 import Summary
 
 from utils.run.console import EVERY_NODE, LOG, Console, loss_text
+from utils.run.ledger import FILE as LEDGER
 from utils.run.run_lock import Lock
 from utils.run.sinks import Sink
 from utils.run.snapshots import BEST, SNAPSHOT, latest, name_newer_snapshot, read_whole
@@ -164,7 +165,7 @@ class RunFolder:
         if (self.path / OPTIONS).exists() or (self.lock is not None and not self.lock.is_held):
             return
         with contextlib.suppress(OSError):  # another run waits for the lock
-            for name in (LOG, BEST):  # the latter is a copy
+            for name in (LOG, SNAPSHOT, BEST, LEDGER):  # the last three are copies
                 (self.path / name).unlink(missing_ok=True)
             if self.lock is not None:
                 self.lock.release()
