@@ -189,7 +189,7 @@ GOLDEN = [
     (0.1, 90, 0, "step", STEP_RATES),  # x0.1 every 30 epochs and once more at 80
     (0.1, 90, 5, "step", [(0, 0), (1.25, 0.025), (5, 0.1), (30, 0.01)]),
     (0.4, 65, 5, "cosine", COSINE),  # past the end it does not rise again
-    (0.1, 90, 2, "constant", [(1, 0.05), (89, 0.1)]),
+    (0.1, 90, 0.5, "constant", [(0.25, 0.05), (89, 0.1)]),
     (0.5, 16, 2, "linear", [(1, 0.25), (2, 0.5), (9, 0.25), (16, 0), (17, 0)]),  # ffcv-imagenet's
     (0.4, 100, 0, "onecycle", ONE_CYCLE),  # as torch's: from 1/25 of the rate, to 1/250,000
     (0.4, 100, 50, "onecycle", [(0, 0.016), (25, 0.208), (50, 0.4), (100, 1.6e-6)]),

@@ -423,9 +423,11 @@ def test_repeats_have_a_mean_and_a_spread():
     assert rows["Global Batch Size"] == ["32", "-"]
     # The scaling efficiency is relative to their mean.
     repeats[1][1].epoch_seconds = 1.5 * 60 * 8.76
-    columns = {"1 Node": [*repeats], "2 Nodes": [published_run(1)]}
+    begun = published_run(2)  # has not finished an epoch
+    begun[1].epoch_seconds = None
+    columns = {"1 Node": [*repeats], "2 Nodes": [published_run(1)], "4 Nodes": [begun]}
     rows = {title: cells for title, *cells in study_page.rows(columns, 2.0)}
-    assert rows["Scaling Efficiency"] == ["1.04 ± 0.29", "1.01"]
+    assert rows["Scaling Efficiency"] == ["1.04 ± 0.29", "1.01", "-"]
 
 
 def test_what_is_varied_stands_side_by_side():
