@@ -14,10 +14,11 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import ROOT, shell
 from running import Running, eventually, free_port
 
-from utils.start import addresses, preflight
+from utils.start import addresses, preflight, world
 from utils.start.errors import UserError
 
 sys.path.append(str(ROOT / "scripts/ssh"))
@@ -201,11 +202,11 @@ def test_processes_of_a_node_look_at_its_files_once():
             return gathered
 
         node, local = divmod(rank, 2)
-        world = mock.Mock(nodes=2, local_rank=local, local_size=2, node_name=f"n{node}")
-        world.gather, source = gather, mock.Mock()
+        group = mock.Mock(nodes=2, local_rank=local, local_size=2, node_name=f"n{node}")
+        group.gather, source = gather, mock.Mock()
         source.fingerprint.return_value, source.sample_sizes.return_value = "60 images", sizes
         try:
-            preflight.compare_data("train", source, world)
+            preflight.compare_data("train", source, group)
         except UserError as error:
             return str(error)
         finally:
@@ -222,6 +223,34 @@ def test_processes_of_a_node_look_at_its_files_once():
         with ThreadPoolExecutor(4) as pool:
             ends = pool.map(compare, range(4), [(9.5, "a")] * 2 + [other] * 2)
             assert [*ends] == [end] * 4
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [(["gone", "gone"], "gone"), ([None, "gone"], "on n1: gone"), (["gone", None], "on n0: gone")],
+)
+def test_an_error_names_the_node_that_alone_has_it(messages, said):
+    """Every node prints it: its user would look for a missing class on the wrong machine."""
+
+    def compute() -> None:
+        if messages[0]:
+            raise UserError(messages[0])
+
+    first = mock.Mock(nodes=2, local_rank=0, node_name="n0")
+    first.gather.return_value = list(zip(("n0", "n1"), messages, strict=True))
+    with pytest.raises(UserError, match=f"^{said}$"):
+        world.first_on_node(compute, first)
+
+
+def test_an_error_of_rank_0_says_on_other_nodes_where_it_is_from(monkeypatch):
+    def receive(box: list, **_: object) -> None:
+        box[1] = "gone"
+
+    monkeypatch.setattr(dist, "broadcast_object_list", receive)
+    for rank, said in ((1, "gone"), (2, "on node 0: gone")):
+        other = mock.Mock(rank=rank, size=4, local_size=2, is_main=False)
+        with pytest.raises(UserError, match=f"^{said}$"):
+            world.broadcast_from_rank0(int, other)
 
 
 @pytest.mark.parametrize(

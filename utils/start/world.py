@@ -322,7 +322,8 @@ def choose_kernels(device: torch.device) -> None:
 def broadcast_from_rank0(compute: Callable[[], T], world: World) -> T:
     """Compute something only in rank 0 and give its (picklable) result to every process.
 
-    A `UserError` raised in rank 0 is raised in every process, so that all exit together.
+    A `UserError` raised in rank 0 is raised in every process, so that all exit together. Other
+    nodes say where it comes from: a file that is missing there may be on them.
     """
     if world.size == 1:
         return compute()
@@ -334,7 +335,8 @@ def broadcast_from_rank0(compute: Callable[[], T], world: World) -> T:
             box[1] = str(error)
     dist.broadcast_object_list(box, src=0, group=world.control)
     if box[1] is not None:
-        raise UserError(box[1], on_every_rank=True)
+        where = "" if world.rank < world.local_size else "on node 0: "
+        raise UserError(where + box[1], on_every_rank=True)
     return box[0]
 
 
@@ -346,7 +348,8 @@ def gather(value: T, world: World) -> list[T]:
 def first_on_node(compute: Callable[[], T], world: World) -> T:
     """Compute something in the first process of each node, then in its other processes.
 
-    A `UserError` of any first process is raised in every process, so that all exit together.
+    A `UserError` of any first process is raised in every process, so that all exit together. It
+    names the node, unless all nodes have it.
     """
     message: str | None = None
     results: list[T] = []
@@ -355,8 +358,11 @@ def first_on_node(compute: Callable[[], T], world: World) -> T:
             results.append(compute())
         except UserError as error:
             message = str(error)
-    if errors := [text for text in gather(message, world) if text]:
-        raise UserError(errors[0], on_every_rank=True)
+    told = gather((world.node_name, message), world)
+    if errors := {node: text for node, text in told if text}:
+        node, text = next(iter(errors.items()))
+        where = f"on {node}: " if len(errors) < world.nodes else ""
+        raise UserError(where + text, on_every_rank=True)
     return results[0] if results else compute()
 
 
