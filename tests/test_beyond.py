@@ -145,7 +145,7 @@ def test_code_and_runs_in_folders_with_spaces(copying, tmp_path):
     [
         (True, 0, 0, "launcher: nothing to copy back: there is no b:suite/runs/a\n"),
         (True, 69, 69, "launcher: nothing to copy back: there is no b:suite/runs/a\n"),
-        (False, 75, 75, "launcher: ssh to b failed: does `{}/ssh u@b python3 -V` work here?\n"),
+        (False, 75, 75, "launcher: ssh to b failed: does `{}/ssh u@b python3 -V` work"),
         (False, 0, 2, "ssh to b failed: does "),
     ],
 )

@@ -20,6 +20,8 @@ import hosts
 from job import interrupted_code
 
 BAD_INPUT, LOST_PEER, INTERRUPTED = 2, 69, 75
+FAILED = "ssh to b failed: does `ssh b python3 -V` work here without asking anything "
+FAILED += "(ssh-add unlocks a key)?"
 # In place of an ssh, a guard; none while there is a file NAME_away. Waiting times are short. The
 # clock of a node with a file NAME_late is a minute behind.
 JOB = """
@@ -275,13 +277,13 @@ def test_a_node_without_an_answer(start, tmp_path):
     """All have to answer, or, with --elastic, enough; test_train_on_nodes.py has too few."""
     (tmp_path / "b_away").touch()
     with start("a b") as run:
-        assert ended(run) == (2, "error: ssh to b failed: does `ssh b python3 -V` work here?\n")
+        assert ended(run) == (2, f"error: {FAILED}\n")
     with start("a b", (1, 2)) as run:
         run.until(r"^\[a\] rank")
         (tmp_path / "a").write_text("0")
         code, said = ended(run)
     assert code == 0
-    assert "launcher: ssh to b failed: does `ssh b python3 -V` work here?; will keep" in said
+    assert f"launcher: {FAILED}; will keep" in said
     assert "starting on 1 of 2 nodes: a" in said
 
 

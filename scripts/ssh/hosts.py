@@ -144,8 +144,10 @@ def ask_all(file: Path, ssh: str, source: str, arguments: dict) -> list[tuple[Ho
 
 
 def ssh_failed(ssh: str, host: Host) -> str:
-    """Return the error message for a host that ssh cannot reach."""
-    return f"ssh to {host.name} failed: does `{ssh} {host.address} python3 -V` work here?"
+    """Return the error message for a host that ssh cannot reach, or only after a question."""
+    command = f"{ssh} {host.address} python3 -V"
+    how = "without asking anything (ssh-add unlocks a key)"
+    return f"ssh to {host.name} failed: does `{command}` work here {how}?"
 
 
 def make_parser(prog: str, text: str | None, usage: str | None = None) -> Parser:
