@@ -39,7 +39,7 @@ def stopped(tmp_path_factory, folder) -> Path:
     return runs
 
 
-@pytest.mark.parametrize("how", ["store", "URL", "file"])
+@pytest.mark.parametrize("how", ["store", "URL", "file", "hand"])
 def test_a_new_machine_continues_bit_for_bit(folder, tmp_path, stopped, how):
     there = list((stopped / "store" / "half").iterdir())
     names = {path.name for path in there}
@@ -53,10 +53,14 @@ def test_a_new_machine_continues_bit_for_bit(folder, tmp_path, stopped, how):
     if how == "file":  # another folder of this machine
         options = ("--name", "half", "--resume", copy / "snapshot.pt")
     runs = tmp_path / "runs"
+    if how == "hand":
+        shutil.copytree(copy, runs / "half", ignore=shutil.ignore_patterns("options.json"))
+        options = ("--name", "half", "--resume", "auto")
     slip = ("-j", 0, "--image-size", 32, "--lr-schedule", "cosine")
     done = python("imagenet_nd.py", *line(folder, runs, *options, *slip))
     assert done.code == 2 and "was made with --lr-schedule step" in done.err
-    assert not runs.exists(), "a snapshot that is left there would be continued without best.pt"
+    # A snapshot that is left there would be continued without best.pt.
+    assert runs.exists() == (how == "hand")
     result = train("imagenet_nd.py", *line(folder, runs, *options))
     assert "resumed from" in result.out
     assert [path.name for path in runs.iterdir()] == ["half"]
@@ -65,7 +69,7 @@ def test_a_new_machine_continues_bit_for_bit(folder, tmp_path, stopped, how):
     best = [snapshot(run, "best.pt")["epoch"] for run in (runs / "half", stopped / "whole")]
     assert best[0] == best[1]
     starts = json.loads((runs / "half/ledger.json").read_text())
-    assert len(starts) == 1 + (how == "store"), "what the run has used on all machines"
+    assert len(starts) == 1 + (how in ("store", "hand")), "what the run has used on all machines"
 
 
 def test_what_was_downloaded_takes_no_room_while_it_is_trained_on(folder, tmp_path, stopped):
