@@ -93,7 +93,7 @@ def scale_lr(lr: float, global_batch: float, rule: str) -> float:
 
 
 def learning_rate(
-    position: float, *, lr: float, epochs: int, warmup: float = 0.0, schedule: str = "step"
+    position: float, *, lr: float, epochs: int, warmup: float, schedule: str
 ) -> float:
     """Learning rate at ``position``, in epochs since the start (1.5: halfway through the second).
 

@@ -77,17 +77,14 @@ def expand(words: Sequence[str], own: Sequence[str]) -> list[str]:
     return words
 
 
-def removed_feature(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+def removed_feature(saved: Mapping[str, Any]) -> str | None:
     """Return the removed option without which a snapshot's training cannot continue, or None.
 
-    ``saved``: the options in the snapshot; ``now``: the options of this script.
+    ``saved``: the options in the snapshot.
     """
     used = [key for key, value in _WITHOUT_EFFECT.items() if saved.get(key, value) != value]
-    used += [key for key in ("optimizer",) if f"--{key} {saved.get(key)}" in REMOVED]
-    for key in used:
-        if key == "optimizer" or key not in now:
-            return f"--{key.replace('_', '-')} {saved[key]}"
-    return None
+    used += ["optimizer"] * (f"--optimizer {saved.get('optimizer')}" in REMOVED)
+    return next((f"--{key.replace('_', '-')} {saved[key]}" for key in used), None)
 
 
 def names() -> list[str]:

@@ -128,7 +128,7 @@ def _check(content: dict[str, Any], args: Options, path: Any, classes: list[str]
         )
     if not is_snapshot or args.evaluate or args.start_epoch is not None:
         return
-    if gone := recipes.removed_feature(saved, vars(args)):
+    if gone := recipes.removed_feature(saved):
         raise UserError(
             f"{path} was made with {gone}, which was removed: begin a new schedule from its "
             "weights with --start-epoch 0, or resume it with the version that made it",
