@@ -156,3 +156,12 @@ def test_blocks_are_found_by_the_models_structure(arch, repeated, chosen, rest):
     assert fsdp.size(model) - sum(map(fsdp.size, units)) <= rest * fsdp.size(model)
     inside = [set(unit.modules()) for unit in units]
     assert sum(map(len, inside)) == len(set().union(*inside))  # none in another
+
+
+def test_blocks_that_share_a_layer_stay_with_the_rest():
+    """As in timm's CoaT; FSDP rejects a weight that it has sharded before."""
+    with torch.device("meta"):
+        model = get_model("resnet50")
+    model.layer4[1].conv1 = model.layer4[2].conv1
+    assert not {model.layer4[1], model.layer4[2]} & {*(units := fsdp.units(model))}
+    assert len(units) == 12

@@ -72,9 +72,12 @@ def parts(model: nn.Module, dtype: torch.dtype | None) -> list[tuple[Any, Any]]:
 
 def units(model: nn.Module) -> list[nn.Module]:
     """Return the modules that are sharded separately: the model's repeated blocks, and large layers
-    outside of them (as in a VGG). All other modules are small or not recognised."""
+    outside of them (as in a VGG). All other modules are small, not recognised, or have weights in
+    common with others, as blocks of timm's CoaT: FSDP shards each weight with one module."""
     whole = [b for b in blocks.repeated(model) if size(b) >= SMALL]
-    return whole + [layer for layer in _layers(model) if size(layer) >= LARGE]
+    whole += [layer for layer in _layers(model) if size(layer) >= LARGE]
+    places = Counter(id(w) for _, w in model.named_parameters(remove_duplicate=False))
+    return [unit for unit in whole if all(places[id(w)] == 1 for w in unit.parameters())]
 
 
 def _layers(parent: nn.Module) -> Iterator[nn.Module]:
