@@ -51,9 +51,10 @@ log_to() {
     local file=$1
     [[ $file != "~/"* ]] || file=~/${file:2}
     mkdir -p "$(dirname "$file")" || fail "cannot write the log $file"
-    # tee must survive Ctrl-C (-i), the end of the reader (-p) and that of the terminal (HUP) until
-    # training has ended.
-    exec > >(trap '' HUP && exec tee -i -p -a "$file") 2> >(trap '' HUP && exec tee -i -p -a "$file" >&2)
+    # tee must survive Ctrl-C (-i), the end of the reader (-p) and that of the terminal (HUP), and a
+    # signal to all processes, as from systemd (TERM), until training has ended.
+    exec > >(trap '' HUP TERM && exec tee -i -p -a "$file") \
+        2> >(trap '' HUP TERM && exec tee -i -p -a "$file" >&2)
 }
 
 # launch HOURS NAME BATCH_SIZE [-- TRAINING OPTION ...]: replace this shell by the training.

@@ -254,6 +254,15 @@ def ended(run: Running, end: str) -> Result:
     return result
 
 
+@pytest.mark.parametrize("name", ["INT", "HUP", "TERM"])
+def test_the_last_words_after_a_signal_to_all_processes_are_shown_and_kept(tmp_path, name):
+    """As from the terminal, from `timeout` and from systemd, which stops a service so."""
+    late = f"trap 'sleep 0.5; echo stopped; echo error >&2' {name}; kill -{name} 0"
+    (done,) = shell(f"source {SCRIPTS}/launch.sh; log_to {tmp_path}/log; sleep 0.5; {late}")
+    assert (done.out, done.err) == ("stopped\n", "error\n")
+    assert sorted((tmp_path / "log").read_text().split()) == ["error", "stopped"]
+
+
 @pytest.mark.parametrize("end", ["SIGINT", pytest.param("SIGTERM", marks=pytest.mark.long)])
 def test_the_printed_torchrun_command_continues_a_stopped_training(folder, tmp_path, end):
     """As the wrapper itself would."""
