@@ -3,7 +3,7 @@
 #
 #   bash scripts/test.sh [PYTEST OPTIONS]
 #   bash scripts/test.sh -k resume -x  # tests named *resume*, until one fails
-#   bash scripts/test.sh -m long       # tests that take minutes each
+#   bash scripts/test.sh -m long       # the tests that take long
 #   bash scripts/test.sh -m cuda       # tests that need a GPU
 #   TORCH=oldest bash scripts/test.sh  # in .venv-oldest, with the oldest torch
 [[ $- == *p* ]] || exec "$BASH" -p "$0" "$@" # without functions that the caller exports

@@ -137,6 +137,7 @@ def test_all_defects_of_one_node_are_reported(nodes, folder, tmp_path):
         assert text in first.out
 
 
+@pytest.mark.long
 def test_the_speed_of_links_and_what_it_means_for_a_step(nodes, folder):
     """200 Mbit/s from node 1, 400 from node 0: the slower one decides."""
     set_speeds(nodes, 400, 200)

@@ -321,7 +321,7 @@ torch.save(model(torch.load("images.pt")), "logits.pt")
 """
 
 
-@pytest.mark.parametrize("arch", ["resnet18", "mnasnet0_5"])
+@pytest.mark.parametrize("arch", ["resnet18", pytest.param("mnasnet0_5", marks=pytest.mark.long)])
 def test_an_exported_model_loads_elsewhere(arch, tmp_path):
     """By the lines in the folder's README.md for torchvision, and by timm where it is installed."""
     pytest.importorskip("safetensors")

@@ -66,7 +66,7 @@ def marked(mark: str) -> list[Process]:
     [
         ("nd", 2, True),
         ("spawn", 4, True),
-        ("spawn", 4, False),
+        pytest.param("spawn", 4, False, marks=pytest.mark.long),
         ("torchrun", 4, False),  # while it trains: test_wrappers
     ],
 )

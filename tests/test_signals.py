@@ -80,15 +80,22 @@ def test_a_terminal_that_closes_ends_the_run_with_a_snapshot(folder, tmp_path, w
     assert "interrupted by a signal" in log and "resource_tracker" not in log
 
 
+LONG = pytest.mark.long
+
+
 @pytest.mark.parametrize(
     ("way", "signum", "after"),
     [
         ("nd", signal.SIGINT, "starting imagenet_nd.py: loading PyTorch"),
-        ("nd", signal.SIGTERM, "a long start begins"),
+        pytest.param("nd", signal.SIGTERM, "a long start begins", marks=LONG),
         ("spawn", signal.SIGHUP, "starting imagenet_ddp.py: loading PyTorch"),
-        ("spawn", signal.SIGINT, "starting 2 processes on this node"),
+        pytest.param("spawn", signal.SIGINT, "starting 2 processes on this node", marks=LONG),
         ("spawn", signal.SIGTERM, "a long start begins"),
-        ("torchrun 2", signal.SIGTERM, "starting imagenet_ddp.py in 2 processes: loading PyTorch"),
+        pytest.param(
+            *("torchrun 2", signal.SIGTERM),
+            "starting imagenet_ddp.py in 2 processes: loading PyTorch",
+            marks=LONG,
+        ),
         ("torchrun 2", signal.SIGINT, "a long start begins"),
     ],
 )

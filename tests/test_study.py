@@ -587,6 +587,7 @@ def test_a_study_is_killed_stopped_and_continued(folder, tmp_path):
     assert "[s](s.md)" in (tmp_path / "book/README.md").read_text()
 
 
+@pytest.mark.long
 def test_under_slurm_with_the_largest_batch(folder, tmp_path):
     """Of each script; the best models go into a store, and nvidia-smi runs beside the training."""
     sbatch = """while [[ $1 == --* ]]; do
@@ -626,6 +627,7 @@ def test_the_log_book_of_a_try_lies_beside_that_of_the_study(folder, tmp_path, m
         assert args.logbook == beside.with_name(f"{beside.name}_try")
 
 
+@pytest.mark.long
 def test_a_try_runs_the_whole_study_in_small(folder, tmp_path):
     """Before a study on eight hosts, or without hosts. The images come from DATA, the runs are not
     kept."""

@@ -217,7 +217,10 @@ def test_a_number_of_processes_that_cannot_be_meant(tmp_path, processes):
     ("wrapper", "words", "named"),
     [
         ("one_node_train.sh 1 run", "{folder}/none", "none is missing"),
-        ("elastic_train.sh 1 1:1 run", "--mixup 2 {folder}", "--mixup"),
+        pytest.param(
+            *("elastic_train.sh 1 1:1 run", "--mixup 2 {folder}", "--mixup"),
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_bad_input_ends_with_one_error(folder, tmp_path, wrapper, words, named):
@@ -294,6 +297,7 @@ def test_a_training_by_torchrun_or_a_rank_of_it_is_killed(folder, tmp_path, end,
         assert result.err.splitlines()[-1] == "error: a training process was killed by SIGKILL"
 
 
+@pytest.mark.long
 def test_hosts_whose_own_names_do_not_resolve_can_train(folder, tmp_path):
     """Two, one of which is lost, and one elastically. Closed data ports are one error on both."""
 
