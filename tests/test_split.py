@@ -292,15 +292,18 @@ def test_folders_that_a_table_contradicts_are_no_classes(tmp_path):
     names = [f"{part}_images/{part}{i}.jpg" for part in ("train", "test") for i in range(4)]
     data = put(tmp_path / "my data", {name: name.encode() for name in names})
     before, table, command = tree(data), data / "train.csv", ("split", data, "--val", 0.2)
-    for text in ("animal,class\nzebra,striped", "image,class\ntrain0.jpg,train_images"):
+    texts = ("animal,class\nzebra,striped", "image,class\ntrain0.jpg,train_images", '"', "")
+    for text in texts:
         table.write_text(text)
         assert "left out" not in succeed(*command)
         succeed("split", data, "--undo")
+    table.write_text("\n".join(["id,image,label", *(f"x{i},train{i},cat" for i in range(4))]))
+    assert "names images" in fail(*command), "in another column"
     table.write_text("\n".join(["id,label", *(f"train{i},{'cat' * (i % 2)}x" for i in range(4))]))
     message = fail(*command)
-    assert "other classes than their folders, such as " in message
+    assert "names images" in message and "but not their folders, such as test_images" in message
     assert tree(data) == before | {"train.csv": table.read_bytes()}
-    labels = shlex.split(re.search("add (--labels .*), or", message)[1])
+    labels = shlex.split(re.search("add (--labels .*?) if", message)[1])
     assert "left out: 4 images" in succeed(*command, *labels)
     assert {path.name for path in (data / "train").iterdir()} == {"catx", "x"}
 

@@ -177,18 +177,21 @@ def _describe(data: Path, table: Path | None) -> dict[str, Any]:
 
 
 def _check_folders(data: Path, classes: list[str], table: Path | None) -> None:
-    """Raise `UserError` if a table in ``data`` gives images other classes than their folders.
+    """Raise `UserError` if a table in ``data`` names the images, but none of their folders.
 
     In competitions of Kaggle, the folders are train_images and test_images.
     """
-    labels: set[str] = set()
-    with suppress(UserError):  # a table of something else
-        places = _labelled(data, table, {}, quiet=True) if table else ()
-        labels = {place.partition("/")[0] for place in places} - {*classes}
-    if labels:
-        text = f"{table} gives images in {data} other classes than their folders, such as "
-        text += f"{min(labels)} (not {classes[0]}): add --labels {shlex.quote(str(table))}, or if "
-        raise UserError(f"{text}the folders are the classes, move the table elsewhere")
+    cells: set[str] = set()
+    with suppress(UserError):  # a damaged table does not matter here
+        cells = {cell.strip() for row in _rows(table) for cell in row} if table else cells
+    folders = (data / name for name in classes)
+    paths = [x for one in folders for x in one.rglob("*") if x.suffix.lower() in SUFFIXES]
+    names = ((x.name, x.stem, str(x.relative_to(data))) for x in paths)
+    named = sum(not cells.isdisjoint(one) for one in names)
+    if 10 * named >= len(paths) and cells.isdisjoint(classes):  # few may be so by chance
+        text = f"{table} names images in {data}, but not their folders, such as {classes[0]}: add "
+        text += f"--labels {shlex.quote(str(table))} if it has name and class of each, or if the "
+        raise UserError(f"{text}folders are the classes, move it elsewhere")
 
 
 def _check_labels(data: Path, marker: dict[str, Any], table: Path | None) -> None:
@@ -202,18 +205,20 @@ def _check_labels(data: Path, marker: dict[str, Any], table: Path | None) -> Non
         raise UserError(f"{text}, then this command again")
 
 
-def _labelled(
-    data: Path, table: Path, known: dict[str, str], quiet: bool = False
-) -> dict[str, str]:
-    """Place CLASS/NAME -> path below ``data`` of each image in a table. ``known``: the same of
-    images that may have moved. Unless ``quiet``, what is left out is counted. Raises: `UserError`.
-    """
+def _rows(table: Path) -> list[list[str]]:
+    """The lines of a CSV file, with any of the usual delimiters. Raises: `UserError`."""
     try:
         text = table.read_text(encoding="utf-8-sig")
         first = text.partition("\n")[0]
-        rows = list(csv.reader(text.splitlines(), delimiter=max(",;\t", key=first.count)))
+        return list(csv.reader(text.splitlines(), delimiter=max(",;\t", key=first.count)))
     except (OSError, ValueError, csv.Error) as error:
         raise UserError(f"cannot read {table}: give a CSV file (name, class) in UTF-8") from error
+
+
+def _labelled(data: Path, table: Path, known: dict[str, str]) -> dict[str, str]:
+    """Place CLASS/NAME -> path below ``data`` of each image in a table. ``known``: the same of
+    images that may have moved. Raises: `UserError`."""
+    rows = _rows(table)
     files: dict[str, str] = {}
     moved = {f"{part}/{one}": known[one] for part in ("train", *PARTS) for one in known}
     paths = [str(path.relative_to(data)) for path in data.rglob("*") if path.is_file()]
@@ -247,10 +252,9 @@ def _labelled(
             raise UserError(f"{path} and {places[place]} are both images {place}: rename one")
     if not places:
         raise UserError(f"{table} names none of the {len(images)} images in {data}")
-    if missing and not quiet:
+    if missing:
         print(f"left out: {missing} lines of {table} that name no image, or have no class")
-    left = len(images) - len(set(places.values()))
-    if left and not quiet:
+    if left := len(images) - len(set(places.values())):
         print(f"left out: {left} images that {table} does not name")
     if len(set(places.values())) < len(places):
         raise UserError(f"{table} names an image twice, with different classes")
