@@ -24,9 +24,9 @@ SENT = {"fp32": 1.0, "fp16": 0.5, "bf16": 0.5, "int8": 0.254, "int4": 0.133}
 
 @dataclass(frozen=True)
 class Exchange:
-    """The gradients of a step: ``mb`` of them in float32, and the ``seconds`` that they travel."""
+    """The gradients of a step, and the ``seconds`` that they travel."""
 
-    mb: float
+    mb: float  # before --comm; opt levels O2 and O3 have most of them in float16
     seconds: float  # alone, without computation beside it
     comm: str | None = "fp32"  # the method that the step uses; None: the script has no --comm
 
@@ -39,7 +39,7 @@ class Exchange:
 def time_exchange(session: Training) -> Exchange:
     """Time an all-reduce of the gradients' size without computation. All processes must call it."""
     weights = [weight for weight in session.state.model.parameters() if weight.requires_grad]
-    total = sum(4 * weight.numel() for weight in weights)
+    total = sum(weight.nbytes for weight in weights)
     buffer = torch.zeros(min(total, MOST) // 4 or 1, device=session.world.device)
     took = [_seconds(buffer, session.world) for _ in range(3)]
     comm = session.args.comm
