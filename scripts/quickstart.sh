@@ -64,8 +64,9 @@ train() { # run name, script and its options
         echo "${place}runs/$name is finished already (remove the folder to train it again)"
         return
     fi
-    echo "+ python $* --name $name ${options[*]} $data"
-    "$PYTHON" "$@" --name "$name" "${options[@]}" "$data"
+    set -- "$@" --name "$name" "${options[@]}" "$data"
+    echo "+ python$(printf ' %q' "$@")"
+    "$PYTHON" "$@"
 }
 
 say "3/4 training: one process, then $processes"

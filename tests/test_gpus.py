@@ -379,6 +379,10 @@ def test_quickstart_keeps_the_global_batch_and_repeats_nothing(set_up):
         (done,) = shell(line, **env)
         assert ("\nruns/quickstart_images_1 is finished already" in done.out) != trains
         assert ("imagenet_nd.py -b 64 --name quickstart_images.2_1" in done.out) == trains
+    (set_up.root / "images").rename(set_up.root / "my images")
+    (done,) = shell(line.replace("images", "'my images'"), **env)
+    assert "\n+ python imagenet_nd.py -b 64 --name quickstart_my\\ images_1 -a " in done.out
+    (set_up.root / "my images").rename(set_up.root / "images")
     (run / "options.json").unlink()
     (done,) = shell(f"cd /; bash {set_up.root}/scripts/quickstart.sh {set_up.root}/images", **env)
     for words in ("runs/quickstart_images_1 is finished", "runs/quickstart_images/overlay.png\n"):
