@@ -184,6 +184,15 @@ def test_the_best_model_is_tested_unless_a_signal_waits(monkeypatch, reason):
     session.run.close.assert_called_once_with()  # the store has the last files
 
 
+def test_the_last_model_is_not_taken_for_the_best_one(tmp_path, monkeypatch, logged):
+    """Where best.pt is missing, as somebody has removed it."""
+    monkeypatch.setattr(epoch, "evaluate_weights", mock.Mock(return_value=None))
+    session = mock.MagicMock(world=World(torch.device("cpu")), folder=tmp_path)
+    session.stop.error = None
+    assert epoch.test_best(session, mock.Mock(), mock.Mock()) is None
+    assert re.fullmatch(r"warning: \S+/best.pt is missing: .* with the last model", *logged)
+
+
 @pytest.mark.parametrize(("done", "goes_on"), [(2, True), (3, False), (5, False)])
 def test_a_run_that_has_more_epochs_than_it_is_asked_for_is_over(done, goes_on):
     """It is resumed with fewer --epochs."""

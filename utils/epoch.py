@@ -368,6 +368,8 @@ def test_best(session: Training, predict: Predict, batches: EvalBatches) -> dict
     )
     if weights is not None:
         session.state.load_weights(weights)
+    else:
+        log.warning(f"{best} is missing: DATA/test is evaluated with the last model")
     test = evaluate_weights(session, predict, batches)
     if session.stop.error is not None:
         raise session.stop.error
