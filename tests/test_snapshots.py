@@ -190,7 +190,7 @@ def test_a_failing_write_is_reported_once_until_it_works_again(tmp_path, logged)
     order: list[Path] = []
     writer, state = SnapshotWriter(tmp_path, order.append), trained()
     before = copy.deepcopy(state.model.state_dict())
-    for folder in ("missing", "missing", "", ""):
+    for folder in ("missing/x", "missing/x", "", ""):  # as of a disk that is away
         best = {} if state.epoch > 2 else {BEST: {"state_dict": state.model.state_dict()}}
         writer.folder = tmp_path / folder
         writer.save({**best, SNAPSHOT: ours(state)})
@@ -202,6 +202,14 @@ def test_a_failing_write_is_reported_once_until_it_works_again(tmp_path, logged)
     assert same(read_checkpoint(tmp_path / BEST)["state_dict"], before)
     assert read_checkpoint(tmp_path / PREVIOUS)["progress"]["epoch"] == 4
     assert [line.split()[0] for line in logged] == ["warning:", f"{tmp_path / SNAPSHOT}"]
+
+
+def test_a_folder_that_was_renamed_is_made_again(tmp_path, logged):
+    """By a person who tidies up: the rest of the training would be lost."""
+    writer, state = SnapshotWriter(tmp_path / "x"), trained()
+    writer.save({SNAPSHOT: ours(state)})
+    assert writer.wait() is None and (tmp_path / "x" / SNAPSHOT).exists()
+    assert [line.partition(" is gone")[0] for line in logged] == [f"warning: {tmp_path}/x"]
 
 
 # ---- runs that continue

@@ -4,6 +4,7 @@ Training pauses only while the state is copied to the host. A thread then writes
 instant, also during a write, ``snapshot.pt`` or the snapshot before it is complete on disk.
 """
 
+import contextlib
 import logging
 import os
 import threading
@@ -172,6 +173,11 @@ class SnapshotWriter:
         # Perhaps no later epoch is better than one whose best.pt has failed. It comes first.
         old = {name: one for name, one in self.unwritten.items() if name not in contents}
         self.unwritten = old | contents
+        if not self.folder.exists():
+            with contextlib.suppress(OSError):  # then the write fails, and says why
+                self.folder.mkdir()  # not its parents: a network disk may be away
+                text = "is gone, as if it was renamed or removed: it was made again, without the "
+                log.warning(f"{self.folder} {text}files from before")
         try:
             for name, content in list(self.unwritten.items()):
                 write(content, self.folder / name)
