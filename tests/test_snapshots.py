@@ -307,6 +307,10 @@ def test_weights_do_not_begin_a_run_anew_in_its_own_directory(run, tmp_path, fil
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     again(file).fails_with("no position in a training", folder, "--pretrained")
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    if file != "auto":  # the best model alone would be overwritten, too
+        for path in folder.glob("snapshot*"):
+            path.unlink()
+        again(file).fails_with("no position in a training", folder)
     assert again(file, "--start-epoch", "1").code == 0, "--start-epoch asks for it"
 
 
