@@ -123,18 +123,20 @@ def test_each_process_holds_its_part(trained):
 
 
 @pytest.mark.parametrize(
-    ("reshard", "dtype", "sent"),
+    ("reshard", "dtype", "frozen", "sent"),
     [
-        ("full", "float32", 10_500),
-        ("none", "bfloat16", 5_250),
-        ("node", "float32", 10_000),
+        ("full", "float32", 0, 10_500),
+        ("none", "bfloat16", 0, 5_250),
+        ("node", "float32", 0, 10_000),
+        ("full", "float32", 9000, 42_000),  # gathered once, and no gradients
     ],
 )
-def test_bytes_that_travel(reshard, dtype, sent):
-    """Of a thousand weights, on two nodes of four processes."""
+def test_bytes_that_travel(reshard, dtype, frozen, sent):
+    """Of a thousand weights that are trained, on two nodes of four processes."""
     args = SimpleNamespace(reshard=reshard)
     world = World(torch.device("cpu"), 0, 8, 0, 4, 2)
-    assert fsdp.sent_bytes([torch.empty(10, 100)], args, world, getattr(torch, dtype)) == sent
+    weights = [torch.empty(10, 100, requires_grad=True), torch.empty(frozen)]
+    assert fsdp.sent_bytes(weights, args, world, getattr(torch, dtype)) == sent
 
 
 @pytest.mark.parametrize(

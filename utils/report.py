@@ -170,7 +170,8 @@ def sent_mb(session: Session) -> float:
     if state.comm is not None:
         sent = state.comm.sent_bytes(sum(weight.numel() for weight in trained))
     elif state.sharded:
-        sent = fsdp.sent_bytes(trained, session.args, world, session.loaders.dtype)
+        weights = [*state.model.parameters()]
+        sent = fsdp.sent_bytes(weights, session.args, world, session.loaders.dtype)
     else:
         sent = ring_bytes(sum(weight.nbytes for weight in trained), world.size)
     return sent / 1e6

@@ -113,14 +113,18 @@ def describe(model: nn.Module, reshard: str) -> str:
     )
 
 
-def sent_bytes(trained: Sequence[Tensor], args: Options, world: World, dtype: torch.dtype) -> float:
-    """Return the bytes sent per step by a process: weights in ``dtype``, gradients in float32."""
+def sent_bytes(weights: Sequence[Tensor], args: Options, world: World, dtype: torch.dtype) -> float:
+    """Return the bytes sent per step by a process: weights in ``dtype``, gradients in float32.
+
+    Backward gathers only the weights that are trained, unless they are still there.
+    """
     among = world.local_size if args.reshard == "node" else world.size
-    gathers = 1 if args.reshard == "none" else 2
-    values = sum(weights.numel() for weights in trained)
-    sent = (gathers * dtype.itemsize + 4) * values * (among - 1) / among
+    values = sum(weight.numel() for weight in weights)
+    trained = sum(weight.numel() for weight in weights if weight.requires_grad)
+    gathered = values + (trained if args.reshard != "none" else 0)
+    sent = (dtype.itemsize * gathered + 4 * trained) * (among - 1) / among
     groups = world.size // among  # processes that hold the same shard all-reduce its gradients
-    return sent + 2 * (groups - 1) / groups * 4 * values / among
+    return sent + 2 * (groups - 1) / groups * 4 * trained / among
 
 
 def let_fused_sgd_take_shards() -> bool:
