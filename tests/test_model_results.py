@@ -76,6 +76,8 @@ def test_the_figures_are_those_of_the_predictions(place):
     assert re.search(r"(?m)^  top-1 \(%\) +[\d.]+ \([\d.]+ to [\d.]+\)$", done.out), done.out
     page = (place / "run/results_val.html").read_text()
     assert "1 images could not be read" in page
+    few = re.search(r"<p>Worst: (.*) \S+ %. Best: (.*) \S+ %. Click", page).groups()
+    assert few[0] != few[1] and " %, " not in "".join(few), "of three classes, none is both"
     rows = rows_of(place / "run/predictions_val.csv")
     files = {str(path.relative_to(place / "data/val")) for path in place.glob("data/val/*/*.JPEG")}
     assert len(rows) == 21
