@@ -80,7 +80,8 @@ def test_wrong_input_is_one_error_message(tmp_path):
         taken.listen()
         usual = {"PORT": str(taken.getsockname()[1]), "RUNS": str(tmp_path)}
         for arguments, env, sentence in (
-            ("nowhere", {}, "cannot read the hosts file nowhere"),
+            ("nowhere", {}, "cannot read the hosts file nowhere (No such file or directory): give"),
+            (str(tmp_path), {}, f"cannot read the hosts file {tmp_path} (Is a directory): give"),
             ("", {"EVERY": "0"}, "EVERY=0 is not a whole number of seconds"),
             ("", {"PORT": "0"}, "PORT=0 is not the number of a port"),
             ("", {"PORT": "65536"}, "PORT=65536 is not the number of a port"),

@@ -72,7 +72,9 @@ def read(path: Path) -> list[Host]:
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()  # some editors add a mark
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the hosts file {path}: {error}") from None
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        text = f"cannot read the hosts file {path} ({why}): give a file with one ssh host per line"
+        raise UserError(text) from None
     texts = [" ".join(line.split("#")[0].split()) for line in lines]
     named = [(f"{path}, line {n}", text) for n, text in enumerate(texts, 1) if text]
     if not named:
