@@ -90,6 +90,11 @@ def test_a_durable_file_is_flushed_before_it_has_its_name_and_the_name_after(tmp
     assert read_checkpoint(tmp_path / PREVIOUS) == {"step": 2}
 
 
+def test_an_error_names_the_file_and_not_a_temporary_one(tmp_path):
+    with pytest.raises(OSError, match=r"/missing/data.json'$"):
+        save_atomically(lambda file: file.write(b""), tmp_path / "missing/data.json")
+
+
 @pytest.mark.parametrize("by_link", [True, False])
 def test_linked_or_copied(tmp_path, monkeypatch, by_link):
     if not by_link:

@@ -186,7 +186,9 @@ def _temporary(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{os.urandom(8).hex()}.tmp")
     try:
         yield temporary
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.filename == str(temporary):
+            error.filename = str(path)  # the name that means something to people
         with suppress(OSError):
             temporary.unlink()
         raise
