@@ -10,6 +10,7 @@ import subprocess
 import sys
 import termios
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from conftest import ROOT, SMALL, environment, train
@@ -97,12 +98,15 @@ def test_a_second_node_does_not_repeat_the_first_ones_lines(folder, tmp_path):
     from joined import Job, run_jobs
 
     job = Job("imagenet_ddp", (*SMALL, *words), processes=1, nodes=2)
-    run_jobs([job], tmp_path)
-    first, second = ((tmp_path / f"job0_rank{i}").read_text() for i in (0, 1))
+    run_jobs([job, replace(job, options=(*job.options, "--name", "b"), stop_after=2)], tmp_path)
+    first, second, *_ = ((tmp_path / f"job{n}_rank{i}").read_text() for n in (0, 1) for i in (0, 1))
     assert "Epoch 1/1 step" in first
-    assert second.splitlines() == [
-        "[rank 1] this node trains with rank 0 of 2, which prints the progress"
-    ]
+    begun = "[rank 1] this node trains with rank 0 of 2, which prints the progress"
+    assert second.splitlines() == [begun]
+    begins, *said = (tmp_path / "job1_rank1").read_text().splitlines()
+    assert (begins, said[0]) == (begun, "SIGTERM: stopping after this step, with a snapshot")
+    assert re.fullmatch(r"\[rank 1\] Training time .*: interrupted by a signal; to .*", said[-1])
+    assert len(said) == 2, "its terminal says why it ends, and how to continue"
 
 
 def test_the_stages_of_a_start_are_printed_as_they_come(folder, tmp_path):

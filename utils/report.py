@@ -17,7 +17,7 @@ from utils.model import amp, flops, fsdp, optim
 from utils.model.compress import ring_bytes
 from utils.monitor import PARTS, tensor_peak
 from utils.run import recipes
-from utils.run.console import loss_text
+from utils.run.console import EVERY_NODE, loss_text
 from utils.run.snapshots import TrainState
 from utils.run.stopping import WHY, Reason
 from utils.session import Session, Training
@@ -250,7 +250,9 @@ def end(
         why += errors.how_to_continue
     if reason is Reason.TRAIN_TIME:  # torchrun starts nothing again that has ended well
         why += errors.how_to_continue.removesuffix(errors.BY_ITSELF)
-    log.info(f"Training time {_duration(state.elapsed)}, {outcome}: {why}")
+    # It may be the signal of any node, and all of them end.
+    where = EVERY_NODE if reason is Reason.INTERRUPTED else None
+    log.info(f"Training time {_duration(state.elapsed)}, {outcome}: {why}", extra=where)
 
 
 def time_left(args: Options, state: TrainState) -> str:

@@ -80,7 +80,7 @@ class StopRequest:
 
     def _on_signal(self, signum: int, frame: Any) -> None:
         self.ask(Reason.INTERRUPTED)
-        if self.world.is_main:  # os.write, as a signal may interrupt print or logging
+        if self.world.local_rank == 0:  # os.write, as a signal may interrupt print or logging
             text = f"{signal.Signals(signum).name}: stopping after this step, with a snapshot\n"
             with contextlib.suppress(OSError):  # on a terminal, below the bar and an echoed ^C
                 os.write(1, ("\n" * os.isatty(1) + text).encode())
