@@ -18,6 +18,7 @@ import torch.distributed as dist
 from conftest import ROOT, shell
 from running import Running, eventually, free_port
 
+from utils import loop, report
 from utils.start import addresses, preflight, world
 from utils.start.errors import UserError
 
@@ -248,9 +249,19 @@ def test_an_error_of_rank_0_says_on_other_nodes_where_it_is_from(monkeypatch):
 
     monkeypatch.setattr(dist, "broadcast_object_list", receive)
     for rank, said in ((1, "gone"), (2, "on node 0: gone")):
-        other = mock.Mock(rank=rank, size=4, local_size=2, is_main=False)
+        other = world.World(torch.device("cpu"), rank, size=4, local_size=2, nodes=2)
         with pytest.raises(UserError, match=f"^{said}$"):
             world.broadcast_from_rank0(int, other)
+
+
+def test_a_full_disk_of_node_0_is_not_taken_for_that_of_another(monkeypatch):
+    monkeypatch.setattr(loop, "broadcast_from_rank0", lambda *_: "cannot write x")
+    monkeypatch.setattr(report, "end", mock.Mock())
+    for rank, said in ((1, "cannot write x; free"), (2, "on node 0: cannot write x; free")):
+        session = mock.Mock(world=world.World(torch.device("cpu"), rank, size=4, local_size=2))
+        session.loaders.test = session.stop.error = session.stop.reason = None
+        with pytest.raises(UserError, match=f"^{said}"):
+            loop.end(session, mock.Mock())
 
 
 @pytest.mark.parametrize(

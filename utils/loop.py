@@ -252,5 +252,6 @@ def end(session: Training, predict: Predict) -> int:
     stop.close()
     if failure:
         advice = f"free disk space, then {errors.how_to_continue}"
-        raise UserError(f"{failure}; {advice}", on_every_rank=True)
+        text = f"{session.world.where_rank0_is}{failure}; {advice}"
+        raise UserError(text, on_every_rank=True)
     return INTERRUPTED if stop.reason is Reason.INTERRUPTED else 0

@@ -86,6 +86,11 @@ class World:
         """Host name and number of this node; cloned machines often share a host name."""
         return f"{socket.gethostname()} (node {self.rank // self.local_size})"
 
+    @property
+    def where_rank0_is(self) -> str:
+        """How other nodes begin an error that rank 0 has: it is of a file there, perhaps."""
+        return "" if self.rank < self.local_size else "on node 0: "
+
     def gather(self, value: T) -> list[T]:
         """Every process's (picklable) ``value``, in the order of ranks, for every process."""
         values = [value] * self.size
@@ -322,8 +327,7 @@ def choose_kernels(device: torch.device) -> None:
 def broadcast_from_rank0(compute: Callable[[], T], world: World) -> T:
     """Compute something only in rank 0 and give its (picklable) result to every process.
 
-    A `UserError` raised in rank 0 is raised in every process, so that all exit together. Other
-    nodes say where it comes from: a file that is missing there may be on them.
+    A `UserError` raised in rank 0 is raised in every process, so that all exit together.
     """
     if world.size == 1:
         return compute()
@@ -335,8 +339,7 @@ def broadcast_from_rank0(compute: Callable[[], T], world: World) -> T:
             box[1] = str(error)
     dist.broadcast_object_list(box, src=0, group=world.control)
     if box[1] is not None:
-        where = "" if world.rank < world.local_size else "on node 0: "
-        raise UserError(where + box[1], on_every_rank=True)
+        raise UserError(world.where_rank0_is + box[1], on_every_rank=True)
     return box[0]
 
 
