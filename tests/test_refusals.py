@@ -414,7 +414,7 @@ def test_more_steps_than_an_epoch_has_and_a_line_that_was_being_written(tmp_path
 
 def test_a_file_in_a_store(tmp_path, capsys):
     put(tmp_path, {"run/snapshot.pt": b"new", "run/best.pt": b"best"})
-    file = store.fetch(f"file://{tmp_path}/run", None)
+    file = store.fetch(f"file://{tmp_path}/run", None, with_best=True)
     assert (file.read_bytes(), (file.parent / "best.pt").read_bytes()) == (b"new", b"best")
     for call, words in (
         (lambda: store.check_options("memory://", None), "memory:// cannot be used (it names no"),
