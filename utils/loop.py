@@ -62,7 +62,7 @@ def resume(session: Session) -> None:
         notes = load(state, args, content, run.source, session.loaders.classes)
     else:
         add_average(state, args)
-    if state.best and broadcast_from_rank0(run.lacks_best, session.world):
+    if broadcast_from_rank0(lambda: bool(state.best) and run.lacks_best(), session.world):
         state.best = {}  # else the run may end without a best.pt, as no later epoch is better
         notes.append(f"note: {BEST} is missing: the best model will be that of a later epoch")
     if not main:

@@ -160,8 +160,9 @@ def _describe(data: Path, table: Path | None) -> dict[str, Any]:
         if table is None:
             classes = [] if layouts.has_image(train) else layouts.classes_at_top(data)
             table = layouts.label_table(data)
-            if classes:
+            if classes and table is not None:
                 _check_folders(data, classes, table)
+            if classes:
                 return {"layout": "folders", "classes": classes}
         if table is not None:
             labels = os.path.abspath(table)
@@ -176,19 +177,20 @@ def _describe(data: Path, table: Path | None) -> dict[str, Any]:
     return {"layout": "train"}
 
 
-def _check_folders(data: Path, classes: list[str], table: Path | None) -> None:
-    """Raise `UserError` if a table in ``data`` names the images, but none of their folders.
+def _check_folders(data: Path, classes: list[str], table: Path) -> None:
+    """Raise `UserError` if ``table`` in ``data`` names the images, but none of their folders.
 
     In competitions of Kaggle, the folders are train_images and test_images.
     """
-    cells: set[str] = set()
-    with suppress(UserError):  # a damaged table does not matter here
-        cells = {cell.strip() for row in _rows(table) for cell in row} if table else cells
+    try:
+        cells = {cell.strip() for row in _rows(table) for cell in row}
+    except UserError:
+        return  # a damaged table does not matter here
     folders = (data / name for name in classes)
     paths = [x for one in folders for x in one.rglob("*") if x.suffix.lower() in SUFFIXES]
     names = ((x.name, x.stem, str(x.relative_to(data))) for x in paths)
     named = sum(not cells.isdisjoint(one) for one in names)
-    if 10 * named >= len(paths) and cells.isdisjoint(classes):  # few may be so by chance
+    if named and 10 * named >= len(paths) and cells.isdisjoint(classes):  # few may be so by chance
         text = f"{table} names images in {data}, but not their folders, such as {classes[0]}: add "
         text += f"--labels {shlex.quote(str(table))} if it has name and class of each, or if the "
         raise UserError(f"{text}folders are the classes, move it elsewhere")
