@@ -87,8 +87,10 @@ def _server() -> Any:
     context = multiprocessing.get_context("forkserver")
     # What a script imports later than at its start is of no use in the server otherwise.
     late = ("tensorboard", "torch._dynamo", "torch.distributed.fsdp", "matplotlib")
-    context.set_forkserver_preload(["joined", *late, *SCRIPTS])
-    with mock.patch.dict(os.environ, AT_START, clear=True):
+    context.set_forkserver_preload(["joined", *late, *SCRIPTS, "warm"])
+    # Older Pythons tell the server no paths, and it passes over what it does not find.
+    paths = os.pathsep.join([AT_START["PYTHONPATH"], *map(str, (ROOT, ROOT / "tests"))])
+    with mock.patch.dict(os.environ, AT_START | {"PYTHONPATH": paths}, clear=True):
         forkserver.ensure_running()  # its children inherit this
     return context
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from joined import command
 from running import Process, eventually
 
 HERE = Path(__file__).parent
@@ -36,10 +37,10 @@ def inner(tmp_path: Path, name: str, *options: str, **env: str) -> subprocess.Po
     code = "\n".join(line[8:] for line in TESTS[name].splitlines())
     file = tmp_path / "test_inner.py"
     file.write_text(code.replace("FILE", str(tmp_path / "pid")))
-    command = [sys.executable, "-m", "pytest", "-c", ROOT / "pytest.ini", "--rootdir", tmp_path]
+    words = [sys.executable, "-m", "pytest", "-c", ROOT / "pytest.ini", "--rootdir", tmp_path]
     inherited = {name: value for name, value in os.environ.items() if name != "NO_SKIPS"}
     return subprocess.Popen(
-        [*map(str, command), "-p", "conftest", "-p", "no:cacheprovider", *options, str(file)],
+        [*map(str, words), "-p", "conftest", "-p", "no:cacheprovider", *options, str(file)],
         env=inherited | {"PYTHONPATH": str(HERE)} | env,
         stdout=subprocess.PIPE,
         text=True,
@@ -73,3 +74,9 @@ def test_what_is_left_out_is_the_last_line(tmp_path, options, env, code):
     last = out.splitlines()[-1]
     assert last == "left out because something is missing on this machine: 1: no chromium here"
     assert tests.returncode == code
+
+
+def test_a_fork_has_loaded_what_the_server_is_told_to():
+    """The server passes over a module that it does not find. Each fork would import it for long."""
+    found = "import sys; sys.exit('warm' not in sys.modules)"
+    assert command("imagenet_nd", "--help", BEFORE=found).code == 0
