@@ -225,6 +225,19 @@ def draw_folder(root: Path, train: int = 20, val: int = 7) -> Path:
     return root
 
 
+@pytest.fixture(autouse=True)
+def same_environment() -> Iterator[None]:
+    """A test leaves the environment as it was, or others of its worker see what it has set."""
+    before = dict(os.environ)
+    yield
+    after = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(before)
+    by_others = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # pytest's, torch's
+    changed = {name for name in before | after if before.get(name) != after.get(name)}
+    assert not changed - by_others
+
+
 @pytest.fixture
 def logged() -> Iterator[list[str]]:
     """The lines that modules of utils log meanwhile, as a run prints them."""

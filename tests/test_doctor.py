@@ -244,6 +244,7 @@ def test_an_interface_that_does_not_lead_to_node_0(monkeypatch, chosen, wrong):
 
 
 def test_a_node_feeds_all_its_gpus(monkeypatch, folder):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     args = argparse.Namespace(rank=0, nodes=1, master="127.0.0.1", port=free_port(), need=100.0)
     vars(args).update(data=str(folder), arch="resnet50", image_size=32, output_dir="runs")
     monkeypatch.setattr(one_node, "check_machine", lambda _, gpus: gpus.extend(3 * ["T4"]) or ())
