@@ -9,7 +9,6 @@ import shutil
 import tarfile
 import time
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -433,8 +432,9 @@ def test_a_pipe_is_not_waited_for_and_a_failing_disk_is_named(tmp_path, monkeypa
         source(tmp_path)
     (tmp_path / "train.tar").unlink()
     put(tmp_path, {"train.tar": of_members(member("a/1.jpg"))})
-    monkeypatch.setattr(tars._File, "read", mock.Mock(side_effect=OSError(5, "a bad sector")))
-    with pytest.raises(UserError, match=r"cannot read .*train\.tar \(a bad sector\)"):
+    # A descriptor that cannot be read stands for a disk that cannot.
+    monkeypatch.setattr(tars, "open_regular", lambda path, _: os.open(path, os.O_WRONLY))
+    with pytest.raises(UserError, match=r"cannot read .*train\.tar \(Bad file descriptor\)"):
         source(tmp_path)
 
 
