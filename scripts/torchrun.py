@@ -67,11 +67,12 @@ def main() -> int:
         if args.max_restarts:
             elastic_agent.use(*parse_tcp_url(f"tcp://{args.rdzv_endpoint}", "--rdzv_endpoint"))
         run.run(args)
-    except ChildFailedError as failed:
-        return shell_exit_code(elastic_agent.first_code(failed.failures.values()))
     except elastic_agent.BadInput:
         return BAD_INPUT  # the training process has said why
-    except SignalException:
+    except (ChildFailedError, SignalException) as error:
+        if isinstance(error, ChildFailedError) and not received:
+            return shell_exit_code(elastic_agent.first_code(error.failures.values()))
+        # Python drops what a handler raises in some places. Then torchrun sees what ended instead.
         if received.count(signal.SIGINT) > 1:
             return 128 + signal.SIGINT
         # Processes that a signal kills had not yet installed their handlers.

@@ -129,11 +129,24 @@ signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"asked\\n"))
 os.write(1, b"up\\n")
 time.sleep(600)
 """
+DROPPING = """
+import contextlib, time
+sleep = time.sleep
+def dropping(seconds):
+    with contextlib.suppress(Exception):
+        sleep(seconds)
+time.sleep = dropping
+"""
 
 
-def test_a_second_interrupt_of_torchrun_does_not_wait_for_the_step(tmp_path):
+@pytest.mark.parametrize("dropped", [False, True])
+def test_a_second_interrupt_of_torchrun_does_not_wait_for_the_step(tmp_path, dropped):
+    """Also where Python drops what the handler of the first one raises, as in a destructor."""
     (tmp_path / "train.py").write_text(BUSY)
-    with Running(*OURS, "--nproc_per_node=2", tmp_path / "train.py") as run:
+    if dropped:
+        (tmp_path / "sitecustomize.py").write_text(DROPPING)
+    line = (*OURS, "--nproc_per_node=2", tmp_path / "train.py")
+    with Running(*line, PYTHONPATH=str(tmp_path)) as run:
         for _ in range(2):
             run.until("up")
         run.meet_family()
