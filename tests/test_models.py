@@ -92,6 +92,10 @@ def test_an_unknown_name_is_answered_by_the_nearest_ones(monkeypatch):
     monkeypatch.setattr(models, "has_timm", lambda: True)
     monkeypatch.setattr("utils.model.timm_models.names", lambda: ["resnet18", "tin"])
     assert models.names().count("resnet18") == models.names().count("tin") == 1
+    monkeypatch.setattr("utils.model.timm_models.tagged_names", lambda: ["tin.a1_in1k"])
+    models.check_name("tin.a1_in1k")
+    with pytest.raises(UserError, match=r"unknown arch 'tin\.a1'"):
+        models.check_name("tin.a1")
 
 
 def test_a_model_with_one_layer_in_two_places_keeps_its_weights(monkeypatch):

@@ -37,11 +37,20 @@ def has_timm() -> bool:
 def check_name(arch: str) -> None:
     """Raise `UserError` with the nearest names unless ``arch`` is a known model."""
     # timm takes seconds to import: not for torchvision's models.
-    if not is_own(arch) and arch not in (known := names()):
+    if not is_own(arch) and arch not in (known := names()) and not _is_tagged(arch):
         near = difflib.get_close_matches(arch, known, n=4, cutoff=0.5)
         hint = f"; nearest names: {', '.join(near)}" if near else ""
         more = "" if has_timm() else " (more architectures with: pip install timm)"
         raise UserError(f"unknown arch {arch!r}{hint}{more}", on_every_rank=True)
+
+
+def _is_tagged(arch: str) -> bool:
+    """Whether this is a model of timm with the tag of its weights, as resnet18.a1_in1k."""
+    if "." not in arch or not has_timm():
+        return False
+    from utils.model import timm_models
+
+    return arch in timm_models.tagged_names()
 
 
 def build(args: Options, classes: int) -> nn.Module:

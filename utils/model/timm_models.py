@@ -1,7 +1,7 @@
 """timm's models in addition to torchvision's: ``-a NAME``, if timm is installed.
 
-Interface, for `utils.model.models` and `utils.model.pretrained_weights`: `names`, `create`,
-`resized`, and `preprocessing`, which the published weights expect.
+Interface, for `utils.model.models` and `utils.model.pretrained_weights`: `names`, `tagged_names`,
+`create`, `resized`, and `preprocessing`, which the published weights expect.
 """
 
 # timm is an optional package:
@@ -19,6 +19,11 @@ from utils.model import blocks
 def names() -> list[str]:
     """Return the names of all timm models."""
     return timm.list_models()
+
+
+def tagged_names() -> list[str]:
+    """Return the names with a tag, of the weights that ``--pretrained`` then loads."""
+    return timm.list_pretrained()
 
 
 def preprocessing(arch: str) -> Preprocessing | None:
