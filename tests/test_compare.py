@@ -143,6 +143,7 @@ def test_the_whole_table_and_its_notes(tmp_path, tags):
     one = epochs_of(1000, 64, (10, 30, 50, 70))
     for x, top1 in enumerate((5, 55, 65, 60), 1):
         one[x] |= PARTS | OF_PROCESSES[tags] | {"Top1/ema": top1, "Loss/ema": 1.8}
+    one[3] |= {"Top1/test": 47}  # before the run was continued
     one[4] |= {"Top1/test": 48.123, "Top5/test": 80, "Loss/test": 2.5}
     write(tmp_path / "one", one, seconds=3600, options=ONE | {"nodes": 2}, success=True)
     two = epochs_of(1900, 130, (10, 50, 40, 60.5, 60.5))
@@ -247,11 +248,11 @@ BEYOND = "more than the noise of 50000 images, but another seed may change it as
              f"Best top-1: 75.70 % (a) and 76.25 % (b), {BEYOND}"],
         ),
         (
-            {"a": (100, (20,), CPU), "b": (150, (20,), CPU | {"global_batch": 512, "mode": "ddp"}),
+            {"a": (100, (20,), CPU), "b": (150, (19,), CPU | {"global_batch": 512, "mode": "ddp"}),
              "c": (150, (20,), {"arch": "vgg19"}), "d": (9, (20,), {"arch": "vgg16"})}, 20,
             ["c cannot be compared with a: it has another model (vgg19, not resnet50); nor can d.",
              "b trained 1.50 times as many images per second as a.",
-             "Best top-1: 20.00 % (a) and 20.00 % (b), no difference.",
+             f"Best top-1: 20.00 % (a) and 19.00 % (b), {BEYOND}",
              "Beware: there is only one epoch, in which caches and compilers warm up; the global "
              "batches differ (256 to 512), which changes accuracy; these are CPU speeds, which say "
              "nothing about GPUs."],
@@ -298,6 +299,13 @@ BEYOND = "more than the noise of 50000 images, but another seed may change it as
             ["b trained 1.06 times as many images per second as a.",
              f"Best top-1: 75.70 % (a) and 70.70 % (b), {BEYOND}"],
         ),
+        (  # the least accurate one is named
+            {"a": (1600, (60, 75.7), GOOD), "b": (3200, (60, 70.7), GOOD),
+             "c": (2400, (60, 65.7), GOOD)}, 80,
+            ["Accuracy fell with speed: after epoch 2, top-1 is 75.70 % (a) and 65.70 % (c), more "
+             "than seeds explain, so compare the times to the same accuracy.",
+             "b and c trained 2.00 and 1.50 times as many images per second as a."],
+        ),
         (  # guessing is right for 33 % of three classes
             {"a": (1600, (30, 39), THREE), "b": (1610, (30, 39), GOOD)}, 39,
             ["a and b trained equally fast: their speeds differ no more than those of epochs.",
@@ -323,7 +331,7 @@ BEYOND = "more than the noise of 50000 images, but another seed may change it as
         ),
     ],
     ids=["one", "within noise", "beyond noise", "little to say", "many", "commas",
-         "none faster", "three", "seeds", "few images", "sweep", "chance", "one epoch",
+         "none faster", "three", "seeds", "few images", "sweep", "lost", "chance", "one epoch",
          "impossible"],
 )  # fmt: skip
 def test_the_sentences(tmp_path, runs, target, expected):
@@ -332,6 +340,13 @@ def test_the_sentences(tmp_path, runs, target, expected):
     for name, (rate, top1, options) in zip(names, runs.values(), strict=True):
         write(name, epochs_of(rate, 256, top1), seconds=100 * base / rate, options=options)
     assert table(*names, "--target-top1", target)[2].sentences == expected
+
+
+def test_speeds_that_differ_no_more_than_those_of_epochs_are_equal(tmp_path):
+    for name, rates in (("a", (100, 90, 110, 100)), ("b", (100, 103, 103, 103))):
+        epochs = {x: {"Throughput/train": rate} for x, rate in enumerate(rates, 1)}
+        write(tmp_path / name, epochs, options=GOOD)
+    assert table(tmp_path)[2].sentences[0].startswith("a and b trained equally fast")
 
 
 def test_where_the_time_goes_is_said_of_the_run_in_which_it_takes_most(tmp_path):
@@ -437,13 +452,14 @@ def test_resumed_run(tmp_path):
     cut_off(run, 1, 1000)
     write(run, {2: {"Top1/val": 20.0}}, BEGAN + 86400, 1800, {"gpus": 2})
     assert table(run)[2].runs[0].hours == {1: 1.0, 2: 1.5}
-    # Of a run that was stopped, continued on the next day, and killed.
+    # Of a run that was stopped and continued on two days, and killed.
     run = tmp_path / "killed"
     options = {"gpus": 2, "command": "/home/me/imagenet_dp.py -b 9 /data"}
-    for day, x, success in ((0, 1, False), (1, 2, None)):
-        write(run, {x: {"Top1/val": 10.0}}, BEGAN + 86400 * day, 100, options, success)
+    for day, x, success in ((0, 1, False), (1, 2, False), (2, 3, None)):
+        write(run, {x: {"Top1/val": 10.0}}, BEGAN + 86400 * day, 3600, options, success)
     cells, _, comparison = table(run)
-    assert (cells["state"], cells["epoch_h"]) == (["not finished"], ["1.67 min"])
+    assert comparison.runs[0].hours == {1: 1.0, 2: 2.0, 3: 3.0}
+    assert (cells["state"], cells["epoch_h"]) == (["not finished"], ["1 h"])
     assert origin(comparison.runs[0])["date"] == "2020-08-09", "of its first start"
     assert origin(comparison.runs[0])["command"] == "imagenet_dp.py -b 9 /data"
 
