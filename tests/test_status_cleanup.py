@@ -66,7 +66,10 @@ def test_a_run_writes_only_where_no_other_user_could(tmp_path):
     state, args = TrainState(None, None, None), SimpleNamespace(arch="a", epochs=1)
     shown = Status(state, args, World(torch.device("cpu")), "nd", tmp_path)
     for number, prepare in enumerate(
-        ("mkdir {0}x; ln -s {0}x {0}", "mkdir -m 777 {0}", "mkdir {0}; chown 1 {0}", "true")
+        (
+            *("mkdir {0}x; ln -s {0}x {0}", "mkdir -m 777 {0}", "mkdir -m 770 {0}"),
+            *("mkdir {0}; chown 1 {0}", "true"),
+        )
     ):
         shown.folder = tmp_path / f"{number}"
         shown.path = shown.folder / "0.json"
@@ -133,6 +136,10 @@ def test_the_lines_of_a_run_and_the_file_of_a_killed_process(tmp_path, monkeypat
     rank |= {"arch": "a", "mode": "ddp", "at": 0}
     (tmp_path / "0.json").write_text(json.dumps(rank))
     (tmp_path / "1.json").write_text(json.dumps(rank | {"started": "1"}))
+    ended = subprocess.Popen(["true"])  # its parent has not yet asked for its exit code
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+    of_ended = {"pid": ended.pid, "started": str(Process(ended.pid).started)}
+    (tmp_path / "2.json").write_text(json.dumps(rank | of_ended))
     foreign = {"pid": own.pid, "started": str(own.started)}
     for number, text in enumerate(([], {}, foreign, rank | {"epoch": "one"}, rank | {"size": {}})):
         (tmp_path / f"foreign{number}.json").write_text(json.dumps(text))
@@ -146,8 +153,9 @@ def test_the_lines_of_a_run_and_the_file_of_a_killed_process(tmp_path, monkeypat
         assert re.fullmatch(f"  {saved}; disk 3.0 of 4 GiB free", disk)
         assert re.match("0 here 2/9 starting - - - 97 11000/15360 ", " ".join(line.split()))
         assert missing == "  not seen here: rank 1, 2, 3"
-        assert not (tmp_path / "1.json").exists()
+        assert not [name for name in ("1.json", "2.json") if (tmp_path / name).exists()]
         (tmp_path / "snapshot.pt").touch()
+    ended.wait()
 
 
 def test_a_rank_that_waits_for_its_images_is_a_straggler():
@@ -174,7 +182,9 @@ def test_a_rank_that_waits_for_its_images_is_a_straggler():
     *_, run, _, first, again, _, second = status.describe([("a", [alone]), ("b", [alone])])
     assert run == again == "\n/r (a, ddp)"
     assert [line.split()[:2] for line in (first, second)] == [["0", "a"], ["0", "b"]]
-    assert [status.ago(seconds) for seconds in (119, 300, 9000)] == ["119 s", "5 min", "2.5 h"]
+    assert [status.ago(seconds) for seconds in (119, 300, 7000, 9000)] == [
+        *("119 s", "5 min", "117 min", "2.5 h")
+    ]
 
 
 # ---- cleanup.sh
