@@ -101,6 +101,24 @@ def test_unreadable_image_is_replaced_by_the_next_readable_one(index):
     assert torch.equal(images[others], intact[others]), "no other sample moves"
 
 
+def test_a_broken_disk_is_not_searched_without_end(index, monkeypatch):
+    monkeypatch.setattr(im, "LONGEST_SEARCH", 30)
+    spoil(index, *EVERY)
+    images, labels, reading = fetch(training(index), EVERY)
+    assert [i for i, _ in reading.unreadable] == [*EVERY, *range(1, 7)]
+    assert not images.any() and set(labels.tolist()) == {UNREADABLE}
+
+
+def test_the_rest_of_an_epoch_has_its_size_and_its_place(index):
+    sampler = TrainSampler(IMAGES, 4, (0, 1), 2, SEED)
+    sampler.sizes = (8, 12)
+    batches = batches_of(index, sampler)
+    for epoch, size in ((0, 8), (1, 12), (2, 12)):
+        rest = [(tuple(one.images.shape), one.position) for one in batches.rest(epoch, 1)]
+        places = [(epoch, step, number) for step in (1, 2) for number in (0, 1)]
+        assert rest == [((4, 3, size, size), place) for place in places]
+
+
 def test_a_pipe_and_a_device_are_no_images(index):
     """A pipe would wait for its writer, and a device may never end."""
     for image in (4, 15):
@@ -141,6 +159,10 @@ def test_files_are_counted_and_bad_ones_named_and_limited(index, logged, monkeyp
         assert sum(len(images) for images, _ in batches) == IMAGES
         assert 0 < batches.reading.read_seconds < batches.reading.seconds
         assert batches.waited > 0
+    total = im.Reading()
+    for _ in range(2):
+        total.add(im.Reading(1, 2, 3.0, 4.0))
+    assert (total.files, total.bytes, total.read_seconds, total.seconds) == (2, 4, 6.0, 8.0)
     clock = SimpleNamespace(now=0.0)
     batches.start_count()
     with monkeypatch.context() as patch:

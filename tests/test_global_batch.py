@@ -8,7 +8,9 @@ from conftest import scalars
 from joined import Job, run_jobs
 from running import assert_same_weights, snapshot
 
+from utils.data.samplers import step_shape
 from utils.start.errors import INTERRUPTED
+from utils.start.option_types import Options
 
 # 60 images in steps of 7, which neither 2, 3 nor 4 divide; without batch norm.
 RECIPE = split("-a tiny_plain --image-size 32 -j 0 --epochs 2 -p 2 --lr 3 --lr-scaling linear")
@@ -63,3 +65,10 @@ def test_too_few_images_for_all_processes(folder, tmp_path):
         words = (*RECIPE, "--global-batch", *line.split(), "--output-dir", tmp_path, folder)
         with pytest.raises(AssertionError, match=f"too few images .*: give a {message}"):
             run_jobs([Job("imagenet_ddp", words)], tmp_path)
+
+
+def test_a_data_set_smaller_than_the_global_batch_is_one_step_of_its_images():
+    """A micro-batch is no smaller than -b asks for, or there were too few images for all."""
+    options = Options(batch_size=4, global_batch=256, accum_steps=1)
+    shapes = [step_shape(options, size, images) for size, images in ((1, 60), (2, 60), (2, 999))]
+    assert shapes == [(60, 15), (60, 8), (256, 32)]
