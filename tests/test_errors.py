@@ -276,6 +276,7 @@ def test_models_that_cannot_be_trained_so_are_one_line():
 
 
 SPOILT = """
+import signal
 from torch import nn
 class Spoilt(nn.CrossEntropyLoss):
     calls = 0
@@ -316,6 +317,15 @@ def test_no_snapshot_is_written_once_the_loss_is_no_number(folder, tmp_path):
     snapshot = torch.load(tmp_path / "one" / "snapshot.pt", weights_only=True)
     assert 1 <= snapshot["progress"]["step"] <= 3
     assert all(tensor.isfinite().all() for tensor in snapshot["model"].values())
+
+
+def test_a_signal_saves_no_snapshot_of_a_loss_that_is_no_number(folder, tmp_path):
+    """It would take the place of the last good one, and no run could continue from it."""
+    factor = "(1 if Spoilt.calls < 4 else [float('nan'), signal.raise_signal(15)][0])"
+    often = ("-b", "5", "-j", "0", "-p", "1000", "--output-dir", tmp_path, folder)
+    done = spoilt("nd", factor, *often)
+    done.fails_with("loss", "nan", "epoch 1, step 4:", "no snapshot was written yet")
+    assert not (tmp_path / "one" / "snapshot.pt").exists()
 
 
 # ---- several processes

@@ -227,7 +227,9 @@ class Meter:
         seconds, done = time.perf_counter() - self.began, state.step - self.first
         self.bar.close()
         # A snapshot needs these sums if evaluation is stopped.
-        state.sums = self.sums.total(session.world)
+        state.sums = self._total()
+        if not math.isfinite(state.sums[0]):  # all ranks see it: it overrides a signal
+            session.stop.reason = Reason.DIVERGED
         train.bad.share(session.world)
         if train.bad.too_many:
             session.stop.ask(Reason.BAD_FILES, train.bad.error())
