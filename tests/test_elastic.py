@@ -66,7 +66,7 @@ def test_a_process_that_lost_a_peer_has_an_exit_code_of_its_own(monkeypatch):
         ),
         (dist.DistBackendError(REMOTE), [PEERS[0]] * 10, ("another process of the job",)),
         (RuntimeError("shapes differ"), PEERS, ()),
-        (TimeoutError(110, "NFS"), PEERS, ()),
+        (TimeoutError(110, "Connection timed out", "/nfs/data"), PEERS, ()),
     ],
 )
 def test_a_failed_collective_is_explained(error, peers, words):

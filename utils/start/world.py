@@ -143,11 +143,10 @@ def process_group(args: Options) -> Iterator[World]:
 
 def is_lost_peer(error: Exception) -> bool:
     """Whether a collective has failed because another process is gone or hangs."""
-    # An errno means a file or a socket of Python's own, not a collective.
-    is_timeout = isinstance(error, TimeoutError) and error.errno is None
+    if getattr(error, "errno", None) is not None:  # of a file, or of a socket of Python's own
+        return False
     is_message = re.search(lost_peer.MESSAGES, str(error).lower())
-    of_torch = isinstance(error, dist.DistError) or is_message
-    return is_timeout or bool(of_torch)
+    return isinstance(error, (TimeoutError, dist.DistError)) or bool(is_message)
 
 
 def _watch(args: Options, world: World) -> Watchdog | None:
