@@ -295,8 +295,9 @@ def test_values_that_are_missing_are_null_in_the_summary_and_no_points(tmp_path)
     run = SimpleNamespace(folder=SimpleNamespace(sinks=[sink]))
     Run.scalars(run, {"Lr": 0.1, "Time/train": math.nan}, 3)
     sink.scalars.assert_called_once_with({"Lr": 0.1}, 3)
-    RunFolder(tmp_path, None).write_summary({"val_loss": math.nan, "epochs_done": 2}, ())
-    assert summary(tmp_path) == {"val_loss": None, "epochs_done": 2}
+    results = {"val_loss": math.nan, "lowest_val_loss": math.inf, "epochs_done": 2}
+    RunFolder(tmp_path, None).write_summary(results, ())
+    assert summary(tmp_path) == {"val_loss": None, "lowest_val_loss": None, "epochs_done": 2}
 
 
 def test_options_json_keeps_all_options_and_the_command(ran):

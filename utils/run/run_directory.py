@@ -212,8 +212,8 @@ class RunFolder:
     def write_summary(self, record: dict[str, Any], closing: Iterable[Summary]) -> None:
         """Write summary.json, and the summaries ``closing`` into the event file."""
         path = self.path / SUMMARY
-        # JSON has no NaN, and other programs read this file: write null for missing values.
-        clean = {key: None if value != value else value for key, value in record.items()}
+        # JSON has neither NaN nor infinity, and other programs read this file: write null instead.
+        clean = {key: x if _is_json(x) else None for key, x in record.items()}
         try:
             _save_json(clean, path)
         except OSError as error:
@@ -221,6 +221,10 @@ class RunFolder:
         if self.events is not None:
             self.events.add(closing)
         self.tell_written(path)
+
+
+def _is_json(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _save_json(content: dict[str, Any], path: Path) -> None:
