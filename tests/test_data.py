@@ -180,6 +180,9 @@ def test_files_are_counted_and_bad_ones_named_and_limited(index, logged, monkeyp
     with pytest.raises(UserError, match=rf"more than 3 image files .*--max-bad-files.*{last}:"):
         list(batches)
     assert len(logged) == 4, "past the limit nothing more is named"
+    few = batches_of(index, TrainSampler(IMAGES, 12, (0, 1), 1, SEED), bad_files=IMAGES)
+    with pytest.raises(UserError, match=rf"none of the {IMAGES} images in .*: check the disk"):
+        next(iter(few))
 
 
 @pytest.mark.parametrize(

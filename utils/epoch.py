@@ -21,7 +21,6 @@ from utils.run.snapshots import BEST, SNAPSHOT, TrainState
 from utils.run.stopping import Reason
 from utils.session import Predict, Session, Training, TrainStep
 from utils.start.atomic import read_checkpoint
-from utils.start.errors import UserError
 from utils.start.progress import TRAINING, during
 from utils.start.world import World, broadcast_from_rank0, copy_from_rank0, gather, reshard
 
@@ -322,13 +321,8 @@ def evaluate_weights(
     count = int(total[3])
     bar.close()
     bad.share(world)
-    error = bad.error() if bad.too_many else None
-    if not (error or count or (stop and stop.reason)):
-        error = UserError(
-            f"none of the {len(bad.source)} images in {bad.source.root} could be read, such as "
-            f"{bad.source.path(max(bad.seen))}: check the disk and the copy of the data set",
-            on_every_rank=True,
-        )
+    is_whole = not (stop and stop.reason)
+    error = bad.error() if bad.too_many or (is_whole and not count) else None
     if error:
         if stop is None:
             raise error

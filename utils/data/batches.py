@@ -47,13 +47,16 @@ class BadFiles:
             self.note(list(seen.items()))
 
     def error(self) -> UserError:
-        """The error for too many files, to raise in every rank after `share`."""
-        last = self.source.path(list(self.seen)[-1])
-        return UserError(
-            f"more than {self.limit} image files could not be read (--max-bad-files), most "
-            f"recently {last}: check the disk and the copy of the data set",
-            on_every_rank=True,
-        )
+        """The error for too many files, or all of them, to raise in every rank after `share`."""
+        last, reason = list(self.seen.items())[-1]
+        name, check = self.source.path(last), "check the disk and the copy of the data set"
+        if self.too_many:
+            text = f"more than {self.limit} image files could not be read (--max-bad-files), most "
+            text += f"recently {name}: {check}"
+        else:
+            text = f"none of the {len(self.seen)} images in {self.source.root} could be read, such "
+            text += f"as {name} ({reason}): {check}"
+        return UserError(text, on_every_rank=True)
 
 
 AnySampler = TypeVar("AnySampler", bound=Sampler)
