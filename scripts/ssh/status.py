@@ -1,6 +1,6 @@
 """Show what the ranks of this user's runs are doing; see scripts/status.sh for the command.
 
-It reads the files that utils/epoch.py writes, and calls nvidia-smi if it is installed. With
+It reads the files that utils/status.py writes, and calls nvidia-smi if it is installed. With
 HOSTS_FILE, this file is sent to each host, which needs only Python (3.7 or newer). So it does not
 import utils/start/nvidia.py.
 """

@@ -6,7 +6,8 @@ weights, so that both cover the same steps; integer counters are not averaged.
 
 Interface: `Average.after_step` is a hook of the optimiser's step. A step that a loss scaler skips
 on the device counts, as in timm and torchvision: the weights are unchanged and finite, and
-counting needs no host-device sync. A step skipped on the host (CPU) does not count.
+counting needs no host-device sync. A step that torch.amp's scaler skips on the host (CPU) does not
+count.
 """
 
 from collections.abc import Iterator, Mapping
