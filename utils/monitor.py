@@ -238,7 +238,7 @@ def tensor_bytes(
     weights = list(model.parameters())
     known = {id(weight) for weight in weights}
     masters = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
-    entries = filter(None, optimizer.state.values())  # with ZeRO, those of other processes are None
+    entries = optimizer.state.values()
     kept = [x for entry in entries for x in entry.values() if torch.is_tensor(x)]
     tensors = {
         "parameters": [*weights, *model.buffers()],

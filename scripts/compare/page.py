@@ -7,7 +7,6 @@ the check boxes of a page, which work by keyboard and on all of its charts.
 import html
 import math
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -194,9 +193,3 @@ def render(template: Path, **facts: Any) -> str:
         finalize=lambda value: printable(value) if type(value) is str else value,
     )
     return environment.get_template(template.name).render(**facts, library=Markup(library()))
-
-
-def names_of(drawings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The lines that a reader may hide, in the order of the drawings."""
-    traces = chain.from_iterable(one["data"] for one in drawings)
-    return list(dict.fromkeys(one["meta"]["name"] for one in traces if not one["meta"]["plain"]))

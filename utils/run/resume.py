@@ -21,8 +21,7 @@ from utils.start.option_types import Options
 _OPTIMISER = ("optimizer", "wd_norm", "freeze")
 _FIXED = ("seed", "lr_schedule", "warmup_epochs", "progressive", *_OPTIMISER)
 SIZES = 1000  # files whose sizes are compared, which takes less than a second
-_PLACES = ("name", "output_dir", "resume", "data", "command", "mode", "store", "dist_url")
-_PLACES += ("node_rank",)
+_PLACES = ("name", "output_dir", "resume", "data", "store", "dist_url", "node_rank")
 # Names of options in snapshots of earlier versions.
 _RENAMED = {"world_size": "nodes", "rank": "node_rank", "desired_acc": "target_top1"}
 

@@ -401,7 +401,7 @@ REMEDY = {
 }
 # Options that may differ between nodes: paths, output, choices that affect one process only, and
 # the node's hardware. All others must be the same on every node.
-_MAY_DIFFER = """data classes name output_dir store recipe command mode
+_MAY_DIFFER = """data classes name output_dir store recipe
     workers print_freq profile spot_notice tracker memory_format
     snapshot_minutes train_time dist_url dist_timeout dist_backend gpus
     nodes node_rank local_rank preprocessing given_preprocessing defaulted_sizes
