@@ -282,7 +282,7 @@ class Exchange:
     """
 
     def __init__(self, replica: DistributedDataParallel, how: Method, seed: int, world: World):
-        """Register with ``replica``, before its first backward pass.
+        """Register with ``replica``, before its first step.
 
         On a node with several processes, the first one compresses for all.
         """
