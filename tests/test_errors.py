@@ -319,12 +319,20 @@ def test_no_snapshot_is_written_once_the_loss_is_no_number(folder, tmp_path):
     assert all(tensor.isfinite().all() for tensor in snapshot["model"].values())
 
 
-def test_a_signal_saves_no_snapshot_of_a_loss_that_is_no_number(folder, tmp_path):
-    """It would take the place of the last good one, and no run could continue from it."""
-    factor = "(1 if Spoilt.calls < 4 else [float('nan'), signal.raise_signal(15)][0])"
-    often = ("-b", "5", "-j", "0", "-p", "1000", "--output-dir", tmp_path, folder)
-    done = spoilt("nd", factor, *often)
-    done.fails_with("loss", "nan", "epoch 1, step 4:", "no snapshot was written yet")
+@pytest.mark.parametrize(
+    ("step", "factor", "what"),
+    [
+        (4, "[float('nan'), signal.raise_signal(15)][0]", "the loss is"),
+        # Its value is 1, and its gradient is no number: the last step of the epoch.
+        (12, "(1 + (0 * arguments[0].sum()).sqrt())", "some weights are"),
+    ],
+    ids=["a signal", "the end of an epoch"],
+)
+def test_a_model_that_is_lost_takes_the_place_of_no_snapshot(folder, tmp_path, step, factor, what):
+    """No run could continue from it."""
+    rarely = ("-b", "5", "-j", "0", "-p", "1000", "--output-dir", tmp_path, folder)
+    done = spoilt("nd", f"(1 if Spoilt.calls != {step} else {factor})", *rarely)
+    done.fails_with(f"{what} nan", f"epoch 1, step {step}:", "no snapshot was written yet")
     assert not (tmp_path / "one" / "snapshot.pt").exists()
 
 

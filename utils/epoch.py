@@ -22,7 +22,14 @@ from utils.run.stopping import Reason
 from utils.session import Predict, Session, Training, TrainStep
 from utils.start.atomic import read_checkpoint
 from utils.start.progress import TRAINING, during
-from utils.start.world import World, broadcast_from_rank0, copy_from_rank0, gather, reshard
+from utils.start.world import (
+    World,
+    broadcast_from_rank0,
+    copy_from_rank0,
+    gather,
+    local,
+    reshard,
+)
 
 log = logging.getLogger(__name__)
 
@@ -130,6 +137,12 @@ def weights_checksum(model: nn.Module) -> str:
     sums = [x.view(kinds[x.element_size()]).sum(dtype=torch.int64) for x in bits]
     numbers = torch.stack(sums).tolist() if sums else []  # the only wait for the device
     return hashlib.sha256(repr(numbers).encode()).hexdigest()[:16]
+
+
+def has_finite_weights(session: Training) -> bool:
+    """Whether all weights are finite; a step with a finite loss may spoil them. Collective."""
+    finite = [local(weight).isfinite().all() for weight in session.state.model.parameters()]
+    return all(gather(bool(torch.stack(finite).all()) if finite else True, session.world))
 
 
 def seed_dropout(session: Session, *position: int) -> None:

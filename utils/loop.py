@@ -7,7 +7,7 @@ from typing import Any
 
 from utils import advice, comparison, monitor, report, slowdown, status
 from utils.data.preprocessing import Preprocessing
-from utils.epoch import save_snapshot, test_best
+from utils.epoch import has_finite_weights, save_snapshot, test_best
 from utils.run import audit, ledger, spot
 from utils.run.resume import add_average, fingerprints, load, saved_preprocessing
 from utils.run.run_directory import checkpoint_file
@@ -171,14 +171,15 @@ def close_epoch(
         return "the last snapshot is intact" if is_there else "no snapshot was written yet"
 
     state.tick()
+    if (by_loss := stop.reason is Reason.DIVERGED) or not has_finite_weights(session):
+        what = "the loss is" if by_loss else "some weights are"
+        problem = state.problem() or f"{what} nan or infinite"
+        text = f"{problem} in epoch {state.epoch + 1}, step {state.step}: lower --lr, add "
+        text += f"--warmup-epochs or --clip-grad; {broadcast_from_rank0(kept, session.world)}"
+        stop.ask(Reason.DIVERGED, UserError(text, on_every_rank=True))
+        return
     if trained is None or evaluated is None:
-        if stop.reason is Reason.DIVERGED:
-            problem = state.problem() or "the loss is nan or infinite"
-            text = f"{problem} in epoch {state.epoch + 1}, step {state.step}: lower --lr, add "
-            text += f"--warmup-epochs or --clip-grad; {broadcast_from_rank0(kept, session.world)}"
-            stop.ask(Reason.DIVERGED, UserError(text, on_every_rank=True))
-        else:  # a resumed run begins with the evaluation, if that was stopped
-            save_snapshot(session)
+        save_snapshot(session)  # a resumed run begins with the evaluation, if that was stopped
         return
     seconds, is_first = state.elapsed - state.epoch_began, state.epoch == session.first_epoch
     is_best = add_to_history(state, {**trained, **evaluated, "Seconds": seconds}, args.best_by)
