@@ -133,6 +133,7 @@ def test_some_of_the_classes_and_two_runs(place, tmp_path):
     for rows, is_all in ((first, False), (among_all, True)):
         likely = [float(row["probability"]) + float(row["probability2"]) for row in rows]
         assert (max(likely) < 0.999) == is_all, "the third class takes its part"
+        assert ("class3" in rows[0]) == is_all, "and counts among the five most likely ones"
     page = (copy / "results_subset_2_runs.html").read_text()
     only = f"0 are right only in {copy}, 0 only in {place / 'run'}, "
     assert re.search(rf"changed by 0\.00 .*: {re.escape(only)}", page)

@@ -164,7 +164,7 @@ def predict(best: Best, args: Options, world: World, all_classes: bool) -> Predi
         scores = logits.float().masked_fill(excluded, -torch.inf).log_softmax(1)
         labels = number[targets.clamp(min=0)]
         own = scores.gather(1, labels[:, None])[:, 0]
-        top, classes = scores.topk(min(TOP, len(present)))
+        top, classes = scores.topk(min(TOP, len(best.classes if all_classes else present)))
         columns = (torch.from_numpy(task.indices).to(labels), labels, classes, top.exp(), own)
         rows.append(tuple(one[targets != UNREADABLE].cpu() for one in columns))
     bad.share(world)
