@@ -102,7 +102,7 @@ def assert_same_run(run: Path, other: Path) -> None:
     one, two = snapshot(run), snapshot(other)
     assert one["scaler"] == two["scaler"]
     for progress in (one["progress"], two["progress"]):
-        assert progress.pop("elapsed") > 0
+        assert progress.pop("elapsed") > progress.pop("epoch_began") >= 0
         for epoch in progress["history"]:
             for tag in [tag for tag in epoch if tag.startswith((*MEASURED, "Seconds"))]:
                 del epoch[tag]
@@ -187,6 +187,8 @@ def test_signals_end_in_snapshots_and_change_nothing(place):
     assert_same_run(run, whole)
     seconds.append(snapshot(run)["progress"]["elapsed"])
     assert seconds == sorted(set(seconds))
+    first, second = (x["Seconds"] for x in snapshot(run)["progress"]["history"])
+    assert first > seconds[3] and second > seconds[6] - seconds[4], "those of all its parts"
     assert not list(run.glob(".*"))
     place.finish("often", *ONE)  # there is nothing left to do
     assert_same_run(run, whole)

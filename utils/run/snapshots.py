@@ -282,7 +282,8 @@ def _moment_like(value: Any, weight: Tensor) -> Any:
     return shard_like(value, weight)
 
 
-PROGRESS = ("epoch", "step", "global_batch", "best", "elapsed", "history", "sums", "printed")
+PROGRESS = ("epoch", "step", "global_batch", "best", "elapsed", "epoch_began")
+PROGRESS += ("history", "sums", "printed")
 
 
 @dataclass
@@ -311,7 +312,7 @@ class TrainState:
     data: dict[str, list[str]] = field(default_factory=dict)  # see `resume.fingerprints`
     resumed: bool = False  # from a snapshot of this suite
     clock: float | None = None  # time of the last update of ``elapsed``
-    epoch_began: float = 0.0  # ``elapsed`` when this process began to train the epoch
+    epoch_began: float = 0.0  # ``elapsed`` when the epoch began, perhaps before a resume
 
     @property
     def weights(self) -> Part:
@@ -339,7 +340,8 @@ class TrainState:
     def begin_epoch(self) -> None:
         """An epoch begins now, or continues after a resume."""
         self.tick()
-        self.epoch_began = self.elapsed
+        if not self.step:
+            self.epoch_began = self.elapsed
 
     def problem(self) -> str | None:
         """Why training cannot continue: the loss scale is lost; None if it can."""
@@ -361,6 +363,7 @@ class TrainState:
         step, and some images are repeated.
         """
         global_batch = self.global_batch
+        state = {"epoch_began": state["elapsed"]} | state  # older snapshots do not say it
         for name in PROGRESS:
             setattr(self, name, state[name])
         images = self.step * self.global_batch

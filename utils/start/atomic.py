@@ -148,6 +148,7 @@ def _check_types(content: dict[str, Any], path: Path) -> None:
         "step": is_count,
         "global_batch": is_count,
         "elapsed": is_number,
+        "epoch_began": is_number,
         "best": are_figures,
         "history": lambda value: isinstance(value, list) and all(map(are_figures, value)),
         "sums": are_sums,
