@@ -349,6 +349,17 @@ def test_speeds_that_differ_no_more_than_those_of_epochs_are_equal(tmp_path):
     assert table(tmp_path)[2].sentences[0].startswith("a and b trained equally fast")
 
 
+def test_the_best_top_1_is_that_of_the_better_weights(tmp_path):
+    """As in summary.json and best.pt: of b, those of the averaged weights after its first epoch."""
+    for name, averaged in (("a", ()), ("b", (80, 79))):
+        epochs = epochs_of(1600, 256, (60, 70))
+        for values, top1 in zip(epochs.values(), averaged, strict=False):
+            values["Top1/ema"] = top1
+        write(tmp_path / name, epochs, options=GOOD)
+    assert f"Best top-1: 70.00 % (a) and 80.00 % (b), {BEYOND}" in table(tmp_path)[2].sentences
+    assert "It reached 80.00 % top-1 in epoch 1 (1.67 min)." in table(tmp_path / "b")[2].sentences
+
+
 def test_where_the_time_goes_is_said_of_the_run_in_which_it_takes_most(tmp_path):
     """One process computes when it does not wait. FSDP's communication is part of computing."""
     runs = (("a", 1, 0.0, 0.3), ("b", 2, 0.3, 0.2), ("c", 2, math.nan, 0.1))

@@ -111,6 +111,11 @@ class Run:
         epoch = max(points, key=lambda x: (sign * points[x], -x), default=None)
         return (None, None) if epoch is None else (points[epoch], epoch)
 
+    def highest_top1(self) -> tuple[float, int] | tuple[None, None]:
+        """Return the highest validation top-1, of the plain or averaged weights, and its epoch."""
+        plain, averaged = self.best("Top1/val"), self.best("Top1/ema")
+        return averaged if (averaged[0] or 0.0) > (plain[0] or 0.0) else plain
+
     def lowest_loss(self) -> float | None:
         """Return the lowest validation loss of any epoch, of the plain or averaged weights."""
         curves = (self.points("Loss/val"), self.points("Loss/ema"))

@@ -155,7 +155,7 @@ def _single(run: Run) -> list[str]:
     if rate := run.usual(RATE):
         on = f" on {run.size}" if run.facts.get("gpus") else ""
         texts.append(f"{run.label} trained {number(rate)} images per second{on}")
-    top1, epoch = run.best("Top1/val")
+    top1, epoch = run.highest_top1()
     if not run.epochs:
         texts.append(f"It has not finished an epoch: {run.position:.2f} epochs are done")
     if epoch is not None and epoch in run.hours:
@@ -278,7 +278,7 @@ def _accuracies(group: list[Run]) -> list[str]:
     if len(known) < 2:
         return []
     common = min(run.epochs or 0 for run in known)
-    what, tops = "Best top-1", {run: max(run.points("Top1/val").values()) for run in known}
+    what, tops = "Best top-1", {run: run.highest_top1()[0] or 0.0 for run in known}
     if any(run.epochs != common for run in known):
         what = f"Top-1 after epoch {common}, the last of the shortest run"
         ends = {run: run.points("Top1/val").get(common) for run in known}
