@@ -13,7 +13,7 @@ CASES = {
     "dp_2": ("dp", 1, 2),
     "ddp_1_of_2": ("ddp", 2, 1),
     "ddp_2_of_4": ("ddp", 4, 2),
-    "fsdp_2_of_3": ("fsdp", 3, 2),
+    "fsdp_1_of_2": ("fsdp", 2, 1),
     "apex_1_of_2": ("ddp_apex", 2, 1, "--opt-level", "O0"),
 }
 

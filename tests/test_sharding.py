@@ -33,31 +33,29 @@ def trained(folder, tmp_path_factory):
     data, root = tmp_path_factory.mktemp("sharding") / "data", tmp_path_factory.mktemp("runs")
     shutil.copytree(folder, data)
     shutil.copytree(data / "val", data / "test")
-    jobs, names = [], []
+    seen: dict[str, list] = {}
 
-    def add(script: str, name: str, *options: object, **where: int) -> None:
+    def run(script: str, name: str, *options: object, **where: int) -> None:
         """12 images a step, on however many processes; a run that exists continues."""
         batch = 12 // (where.get("processes", 2) * where.get("nodes", 1))
         place = ("-b", batch, "--output-dir", root, "--name", name, "--resume", "auto")
-        jobs.append(Job(script, (*RECIPE.split(), *place, *options, data), **where))
-        names.append(name)
+        job = Job(script, (*RECIPE.split(), *place, *options, data), **where)
+        seen.setdefault(name, []).extend(run_jobs([job], tmp_path_factory.mktemp("job")))
 
-    add(DDP, "ddp", *VIT, *TWO)
-    add(FSDP, "turns", *VIT, *TWO, stop_after=2)
-    add(DDP, "turns", *VIT, *TWO, stop_after=4)
-    add(FSDP, "turns", *VIT, *TWO)
-    add(FSDP, "chain", *VIT, *TWO, stop_after=2)
-    add(FSDP, "chain", *VIT, *TWO, "--reshard", "node", stop_after=2, nodes=2)
-    add(FSDP, "chain", *VIT, *TWO, processes=3)
+    run(DDP, "ddp", *VIT, *TWO)
+    run(FSDP, "turns", *VIT, *TWO, stop_after=2)
+    shutil.copytree(root / "turns", root / "chain")
+    run(DDP, "turns", *VIT, *TWO, stop_after=4)
+    run(FSDP, "turns", *VIT, *TWO)
+    run(FSDP, "chain", *VIT, *TWO, "--reshard", "node", stop_after=2, nodes=2)
+    run(FSDP, "chain", *VIT, *TWO, processes=3)
+    seen["chain"].insert(0, seen["turns"][0])
     # All shards differ, which is nothing that --audit should report.
     for script, *options in ((DDP,), (FSDP, "--reshard", "none")):
-        add(script, f"{script}_resnet", *RESNET, *ONE, "--audit", *options)
+        run(script, f"{script}_resnet", *RESNET, *ONE, "--audit", *options)
     for script in (DDP, FSDP):
-        add(script, f"{script}_clip", *VIT, *ONE, "--clip-grad", 0.5, "--accum-steps", 2)
-        add(script, f"{script}_fp16", "-a", "tiny_vit", "--amp", "fp16", *ONE)
-    seen: dict[str, list] = {}
-    for name, ranks in zip(names, run_jobs(jobs, root), strict=True):
-        seen.setdefault(name, []).append(ranks)
+        run(script, f"{script}_clip", *VIT, *ONE, "--clip-grad", 0.5, "--accum-steps", 2)
+        run(script, f"{script}_fp16", "-a", "tiny_vit", "--amp", "fp16", *ONE)
     return root, seen
 
 
