@@ -14,16 +14,15 @@ from utils.model import models
 
 # DistributedDataParallel's default bucket sizes in bytes: the first bucket, the others.
 LIMITS = (2**20, 25 * 2**20)
+SIDE = 224  # of the images, pixels
 
 
-def gradients(
-    arch: str, classes: int = 1000, image_size: int = 224
-) -> list[tuple[float, tuple[int, ...]]]:
+def gradients(arch: str, classes: int) -> list[tuple[float, tuple[int, ...]]]:
     """Return the gradients of ``arch`` in order of arrival. For each: the fraction of the step's
     compute (0 to 1) done by then, and the shape. Raises: `UserError` (unknown arch)."""
     with torch.device("meta"):
-        model = models.create(arch, classes, image_size).train()
-        images = torch.empty(2, 3, image_size, image_size)
+        model = models.create(arch, classes, SIDE).train()
+        images = torch.empty(2, 3, SIDE, SIDE)
     arrived: list[tuple[int, tuple[int, ...]]] = []
     mapping = {torch.ops.aten.convolution_backward: _convolution_backward}
     with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
