@@ -112,18 +112,19 @@ def test_a_signal_while_the_test_images_are_evaluated(finished):
 
 
 @pytest.mark.parametrize(
-    ("used", "ended", "epochs"), [(3600.0, "train_time", 1), (1800.0, "epochs", 2)]
+    ("used", "ended", "epochs", "of"),
+    [(3600.0, "train_time", 1, 2), (1800.0, "epochs", 2, 2), (3600.0, "epochs", 1, 1)],
 )
-def test_used_up_time_counts_after_a_resume(finished, used, ended, epochs):
+def test_used_up_time_counts_after_a_resume(finished, used, ended, epochs, of):
     """The limit is on the whole run: one that has used it up trains no further step.
 
     The test images are evaluated all the same: they need no training time.
     """
-    run = shutil.copytree(finished / "done", finished / ended)
+    run = shutil.copytree(finished / "done", finished / f"{ended}_{of}")
     content = snapshot(run)
     content["progress"]["elapsed"] = used
     torch.save(content, run / "snapshot.pt")
-    train("imagenet_nd.py", *line(finished, ended, 2), "--train-time", "1")
+    train("imagenet_nd.py", *line(finished, run.name, of), "--train-time", "1")
     facts, progress = summary(run), snapshot(run)["progress"]
     assert (facts["finished_because"], facts["epochs_done"]) == (ended, epochs)
     assert (facts["test_images"], progress["step"]) == (21, 0)

@@ -124,7 +124,7 @@ def begin(session: Session) -> Training:
     progress.main.position = lambda: (state.epoch, state.step)
     # A run whose time is used up trains no further step each time it is started again.
     is_over = broadcast_from_rank0(training.stop.is_time_over, world)
-    if state.resumed and is_over:
+    if state.resumed and is_over and state.epoch < args.epochs:
         training.stop.reason = Reason.TRAIN_TIME
     # Nor does one that has reached its target.
     reached = any(is_enough(args, record) for record in state.history)
