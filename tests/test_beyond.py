@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import json
+import os
 import re
 import shutil
 import sys
@@ -97,6 +98,8 @@ def test_what_the_launcher_adds_to_a_command_and_what_it_copies(monkeypatch, tmp
     launcher.fetch(options, launcher.Host("u@b"), script)
     assert calls.pop(1)[-1] == "test -d out/a"
     assert calls.pop(1)[-2:] == ["u@b:out/a/", f"{tmp_path}/out/a/"]
+    homes = [launcher.parse(["hosts", "--dir", x, "--", "x"])[0].dir for x in ("~", "~/", "~/a")]
+    assert homes == [".", ".", "a"]
     for part in ("scripts", ".venv-oldest/pyvenv.cfg", "my env/conda-meta"):
         (tmp_path / part).mkdir(parents=True)
     monkeypatch.setattr(launcher, "ROOT", tmp_path)
@@ -172,11 +175,22 @@ def test_a_run_that_cannot_be_fetched_leaves_the_code_of_the_job(
 
 def test_a_secret_leaves_the_command_line(monkeypatch):
     """Which a study writes onto its page."""
-    words = ["hosts", "--env=A=secret", "--env", "B=secret", "--env=HOME", "--", "x"]
+    monkeypatch.setenv("EMPTY", "a value here")
+    words = [
+        "hosts",
+        "--env=A=secret",
+        "--env",
+        "B=secret",
+        "--env=HOME",
+        "--env=EMPTY=",
+        "--",
+        "x",
+    ]
     monkeypatch.setattr(sys, "argv", words)
     options, _ = launcher.parse([*words])
-    assert sys.argv == ["hosts", "--env=A", "--env", "B", "--env=HOME", "--", "x"]
-    assert dict(options.env)["A"] == dict(options.env)["B"] == "secret"
+    assert sys.argv == ["hosts", "--env=A", "--env", "B", "--env=HOME", "--env=EMPTY", "--", "x"]
+    values = {"A": "secret", "B": "secret", "HOME": os.environ["HOME"], "EMPTY": ""}
+    assert dict(options.env) == values
 
 
 def test_code_that_is_gone_here_goes_there_and_other_files_stay(copying, tmp_path, capsys):
@@ -216,8 +230,9 @@ def test_the_cause_decides_the_exit_code_of_a_job(codes, failed, code):
 
 
 def test_each_node_gets_its_place_and_its_own_number_of_processes():
-    options = argparse.Namespace(port=None, env=None, dir="a d", python=None, grace=1.0)
-    machines = [launcher.Host("a", 2), launcher.Host("b", 3), launcher.Host("spare", 4)]
+    """Without a number in the hosts file, one for each of its GPUs."""
+    options = argparse.Namespace(port=None, env=[("A", "b")], dir="a d", python=None, grace=1.5)
+    machines = [launcher.Host("a", 2), launcher.Host("b"), launcher.Host("spare", 4)]
     job, orders = launcher.Job(options, [TORCHRUN, "train.py"], machines, ""), []
     for number, node in enumerate(job.nodes):
         node.hello, node.say = {"port": 7 + number, "address": f"10.0.0.{number}"}, orders.append
@@ -225,12 +240,17 @@ def test_each_node_gets_its_place_and_its_own_number_of_processes():
     assert len(orders) == 2
     for rank, order in enumerate(orders):
         place = [f"--node_rank={rank}", "--master_addr=10.0.0.0", "--master_port=7"]
-        words = [TORCHRUN, "--nnodes=2", *place, f"--nproc_per_node={2 + rank}", "train.py"]
-        assert json.loads(order)["command"] == words
-        typed = " ".join(["+ cd 'a d'; torchrun", *words[1:]])
+        words = [TORCHRUN, "--nnodes=2", *place, f"--nproc_per_node={(2, 'gpu')[rank]}", "train.py"]
+        environment = {"IMAGENET_ALL_UP": f"{rank} 2 10.0.0.0:7", "A": "b"}
+        expected = {"command": words, "folder": "a d", "python": None, "grace": 1.5}
+        assert json.loads(order) == expected | {"environment": environment}
+        typed = " ".join(["+ cd 'a d'; A=*** torchrun", *words[1:]])
         assert job.lines.get()[1].decode() == typed
-        assert json.loads(order)["environment"] == {"IMAGENET_ALL_UP": f"{rank} 2 10.0.0.0:7"}
-    for address, words in (("127.0.0.1", "other nodes cannot"), ("fe80::1", "nodes need IPv4")):
+    options.port = 8888
+    job.start(job.nodes[:2])
+    assert "--master_port=8888" in json.loads(orders[-1])["command"]
+    other = "other nodes cannot"
+    for address, words in ((None, other), ("127.0.0.1", other), ("fe80::1", "nodes need IPv4")):
         job.nodes[0].hello["address"] = address
         with pytest.raises(UserError, match=f"a .*{address}.* {words}.*: write ip=ADDRESS after"):
             job.start(job.nodes[:2])
