@@ -68,6 +68,7 @@ DEFAULT_PORT = {"WORLD_SIZE": "2", "NODE_RANK": "1", "MASTER_ADDR": "b"}
         ("", DEFAULT_PORT | {"RANK": "0"}, 2, "2/4 0/2 b:29500, 3/4 1/2 b:29500", 2),
         ("", BY_OPERATOR, 2, "2/4 0/2 b:8, 3/4 1/2 b:8", 2),
         ("", BY_OPERATOR | {"WORLD_SIZE": "1"}, 1, "0/1 0/1 127.0.0.1:7", 1),
+        ("-n 2 -nr 1 -g 3", MASTER, 0, "3/6 0/3 b:8, 4/6 1/3 b:8, 5/6 2/3 b:8", 2),
         ("--world-size 2 --rank 1", MASTER, 2, "2/4 0/2 b:8, 3/4 1/2 b:8", 2),
     ],
 )
@@ -78,7 +79,7 @@ def test_places_by_hand(clean, line, env, visible, places, nodes):
     form = "{RANK}/{WORLD_SIZE} {LOCAL_RANK}/{LOCAL_WORLD_SIZE} {MASTER_ADDR}:{MASTER_PORT}"
     assert ", ".join(form.format(**place) for place in run(line, env, visible)) == places
     host, port = places.rpartition(" ")[2].split(":")
-    calls = [mock.call(1, 2, 2, (host, int(port)), 9.0)]
+    calls = [mock.call(1, 2, places.count(",") + 1, (host, int(port)), 9.0)]
     assert check.mock_calls == (calls if nodes > 1 else [])
 
 
@@ -121,6 +122,7 @@ def test_copies_of_srun_that_train_alone_are_noticed(clean, capsys, task, pid, n
         ("-n 2", MASTER | {"MASTER_ADDR": ""}, "2 nodes need the address of node 0"),
         ("", LAUNCHED | {"RANK": "x"}, "RANK=x"),
         ("", LAUNCHED | {"RANK": "2"}, "RANK=2"),
+        ("", LAUNCHED | {"LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK=1 LOCAL_WORLD_SIZE=1"),
         ("", LAUNCHED | {"MASTER_ADDR": ""}, "MASTER_ADDR= in the environment do not describe"),
         ("", LAUNCHED | {"MASTER_PORT": "99999"}, "MASTER_PORT=99999"),
     ],

@@ -188,6 +188,20 @@ def test_crops_are_those_of_earlier_runs(smallest, checksum):
     assert crc32(repr([(crop.box, crop.mirrored) for crop in crops]).encode()) == checksum
 
 
+@pytest.mark.parametrize("short", [232, 255, 256])
+@pytest.mark.parametrize("shape", [(375, 500), (500, 375), (301, 301)])
+def test_evaluation_shows_what_torchvision_shows(shape, short):
+    """Published weights were measured so, also where an odd number of rows is left out."""
+    places = np.arange(np.prod(shape), dtype=np.int32).reshape(1, *shape)
+    crop = im.eval_crop(shape, 224, short)
+    resize = v2.Resize(short, v2.InterpolationMode.NEAREST)
+    resized = resize(torch.from_numpy(places))
+    assert tuple(resized.shape[1:]) == crop.size
+    top, left, height, width = crop.window
+    expected = v2.functional.center_crop(resized, [224, 224])
+    assert torch.equal(resized[:, top : top + height, left : left + width], expected)
+
+
 @pytest.mark.parametrize("shape", [(3, 60_000), (60_000, 3), (1, 1)])
 def test_views_of_extreme_images(shape):
     """Evaluation resizes their middle alone."""

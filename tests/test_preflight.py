@@ -191,8 +191,8 @@ def test_the_check_ends_with_the_wrapper_that_has_started_it(line):
 
 
 def test_processes_of_a_node_look_at_its_files_once():
-    """Two nodes of two processes: the first of each node reads the sizes."""
-    together, values = threading.Barrier(4, timeout=60), [None] * 4
+    """Two nodes of three processes: the first of each node reads the sizes."""
+    together, values = threading.Barrier(6, timeout=60), [None] * 6
 
     def compare(rank: int, sizes: tuple[float, str]) -> str | None:
         def gather(value: object) -> list:
@@ -202,8 +202,8 @@ def test_processes_of_a_node_look_at_its_files_once():
             together.wait()
             return gathered
 
-        node, local = divmod(rank, 2)
-        group = mock.Mock(nodes=2, local_rank=local, local_size=2, node_name=f"n{node}")
+        node, local = divmod(rank, 3)
+        group = mock.Mock(nodes=2, local_rank=local, local_size=3, node_name=f"n{node}")
         group.gather, source = gather, mock.Mock()
         source.fingerprint.return_value, source.sample_sizes.return_value = "60 images", sizes
         try:
@@ -221,9 +221,9 @@ def test_processes_of_a_node_look_at_its_files_once():
             "n0, 9.000 bytes on average (b) on n1: make it the same on every node",
         ),
     ):
-        with ThreadPoolExecutor(4) as pool:
-            ends = pool.map(compare, range(4), [(9.5, "a")] * 2 + [other] * 2)
-            assert [*ends] == [end] * 4
+        with ThreadPoolExecutor(6) as pool:
+            ends = pool.map(compare, range(6), [(9.5, "a")] * 3 + [other] * 3)
+            assert [*ends] == [end] * 6
 
 
 @pytest.mark.parametrize(
