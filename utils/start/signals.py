@@ -89,8 +89,10 @@ def start_is_over() -> None:
     """From now on, the caller handles the signals: undo `stop_during_start`."""
     if _starting.is_set():
         _starting.clear()
-        with contextlib.suppress(BrokenPipeError):  # a signal has ended the thread already
-            os.write(signal.set_wakeup_fd(-1), b"\0")  # ends the thread
+        # Another thread, which ends the process, may not change the descriptor, and need not.
+        if threading.current_thread() is threading.main_thread():
+            with contextlib.suppress(BrokenPipeError):  # a signal has ended the thread already
+                os.write(signal.set_wakeup_fd(-1), b"\0")  # ends the thread
 
 
 def say(signum: int) -> int:
