@@ -7,7 +7,9 @@ import multiprocessing
 import os
 import re
 import signal
+import socket
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -22,7 +24,7 @@ from joined import command
 from running import TORCHRUN, Running, alone, descendants, eventually, free_port, start
 
 from utils.run.snapshots import TrainState
-from utils.start import preflight, world
+from utils.start import preflight, signals, world
 from utils.start.errors import UserError
 from utils.start.lost_peer import explain
 from utils.start.world import is_lost_peer, process_group
@@ -137,6 +139,30 @@ def test_a_rank_that_is_given_twice_is_named_on_every_node(monkeypatch):
         for text in pool.map(join, (0, 1, 1)):
             assert text.startswith("2: two processes have rank 1 of 3, on ")
     assert time.monotonic() - began < 30, "somebody has waited for the time limit"
+
+
+def test_a_rank_that_is_stopped_while_it_waits_for_others_ends_those_that_wait(monkeypatch):
+    """Ctrl-C on one node; the last rank has not come yet."""
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    address, stopped, sleep = ("127.0.0.1", free_port()), threading.Event(), time.sleep
+
+    def stop(seconds: float) -> None:
+        sleep(seconds)
+        if threading.current_thread().name.endswith("_1") and not stopped.is_set():
+            stopped.set()
+            raise signals.Stopped(signal.SIGTERM)
+
+    def join(rank: int) -> str:
+        threading.current_thread().name = f"rank_{rank}"
+        with pytest.raises((UserError, signals.Stopped)) as error:
+            world.meet_all(address, rank, 3, 600.0)
+        return str(error.value)
+
+    monkeypatch.setattr(time, "sleep", stop)
+    with ThreadPoolExecutor(2) as pool:
+        told, own = pool.map(join, (0, 1))
+    assert own == "SIGTERM"
+    assert told == f"on {socket.gethostname()}: SIGTERM has stopped it; run the same command again"
 
 
 @pytest.mark.parametrize("more", [(), NAMED[:2], (*NAMED, "--start-epoch", "1")])

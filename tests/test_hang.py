@@ -113,6 +113,24 @@ def test_a_rank_that_hangs_in_a_function_is_named_with_it(folder, tmp_path, hold
         assert "; rank 0 waits for it" in line
 
 
+@pytest.mark.parametrize("rank", [1, 0])
+def test_a_rank_that_cannot_join_ends_the_others_with_its_error(folder, tmp_path, rank):
+    """Without waiting for the time limit, which is longer than that of the test."""
+    with contextlib.ExitStack() as stack:
+        port, words = free_port(), ("-n", 2, "-g", 1, "--output-dir", tmp_path, folder)
+        runs = []
+        for node in range(2):
+            env = {"GLOO_SOCKET_IFNAME": "absent"} if node == rank else {}
+            where = ("-nr", node, "--dist-url", f"tcp://127.0.0.1:{port}")
+            run = start("imagenet_ddp.py", *where, "--dist-timeout", 600, *words, **env)
+            runs.append(stack.enter_context(run))
+        results = [run.result() for run in runs]
+    text = r"there is no network interface absent with an address, only .*unset GLOO_SOCKET_IFNAME"
+    assert re.match(rf"error \(rank {rank}\): {text}", the_line(results[rank].err))
+    assert re.match(rf"error: on \S+ \(node {rank}\): {text}", the_line(results[1 - rank].err))
+    assert (results[rank].code, results[1 - rank].code) == (2, LOST_PEER)
+
+
 # The launcher forks its ranks, one after the other; this one stops itself at once.
 FREEZES = """
 import os, signal

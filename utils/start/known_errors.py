@@ -10,6 +10,7 @@ import errno
 import os
 import re
 import shlex
+import socket
 import sys
 
 from utils.start import errors
@@ -66,6 +67,12 @@ def explain(error: BaseException) -> UserError | None:
         )
     if not isinstance(error, RuntimeError):
         return None
+    if match := re.search(r"Unable to find address for: (\S+)", text):  # gloo
+        names = ", ".join(name for _, name in socket.if_nameindex())
+        return UserError(
+            f"there is no network interface {match[1]} with an address, only {names}: unset "
+            "GLOO_SOCKET_IFNAME, or set it to the interface that leads to node 0"
+        )
     if "finished reduction in the prior iteration" in text:
         return UserError(
             "the model has weights that take no part in its output, such as a layer that it never "

@@ -11,8 +11,8 @@ import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.cuda import nccl
 from torch.nn.parallel import DistributedDataParallel
 
-from utils.start import errors, gpu_check, known_errors, launch, lost_peer, preflight
+from utils.start import errors, gpu_check, known_errors, launch, lost_peer, preflight, signals
 from utils.start.addresses import is_elastic, port_in_use
 from utils.start.cores import usable_cores
 from utils.start.errors import BAD_INPUT, LOST_PEER, UserError, printable
@@ -37,6 +37,8 @@ if TYPE_CHECKING:  # the import of the first takes a second
 T = TypeVar("T")  # a value that processes share
 
 END_SECONDS = 5.0  # for the exit after a hang
+LOOK_SECONDS = 0.5  # between looks at whether another process has failed
+FAILED = "failed"  # key of the error of the process that has failed
 PATIENCE = 1.5  # NCCL's time limit, as a multiple of --dist-timeout
 KERNELS = (
     "cudnn.benchmark is on; float32 matrix products and convolutions use TF32 where the GPU has it "
@@ -153,7 +155,7 @@ def _watch(args: Options, world: World) -> Watchdog | None:
     """Start this process's `Watchdog`."""
     # A new prefix, as torchrun keeps its store when it starts the processes again.
     prefix = world.gather(os.urandom(8).hex())[0]
-    in_rank0 = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    in_rank0 = not _is_store_in_agent()
     groups = [group for group in (dist.group.WORLD, world.control) if group is not None]
 
     def started() -> tuple[int, ...]:
@@ -163,24 +165,31 @@ def _watch(args: Options, world: World) -> Watchdog | None:
             for group in groups
         )
 
-    def give_up(error: UserError) -> None:
-        # The main thread waits for a peer, or a child for a disk: do not wait for them.
-        last = threading.Timer(END_SECONDS, lambda: os._exit(LOST_PEER))
-        last.daemon = True
-        last.start()
-        launch.exit_now(errors.report(error))
-
     place = Place(world.rank, world.size, world.node_name, os.getpid(), in_rank0)
     try:
         signs = _Signs(prefix, args.dist_timeout)
-        return Watchdog(signs, place, started, args.dist_timeout, give_up)
+        return Watchdog(signs, place, started, args.dist_timeout, _give_up)
     except (OSError, RuntimeError):  # the group has no such store: hangs are then not explained
         return None
 
 
+def _give_up(error: UserError) -> None:
+    """End this process while its main thread waits for a peer, or a child for a disk."""
+    last = threading.Timer(END_SECONDS, lambda: os._exit(LOST_PEER))
+    last.daemon = True
+    last.start()
+    launch.exit_now(errors.report(error))
+
+
+def _is_store_in_agent() -> bool:
+    """Whether torchrun has the job's store. Otherwise rank 0 has it."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 class _Signs:
-    """The place in the job's store for signs of life, with a connection of its own: torch's is in
-    use while it waits for an answer. Raises: OSError if the store is gone, RuntimeError."""
+    """A place in the job's store for signs of life and errors, with a connection of its own:
+    torch's is in use while it waits for an answer. Raises: OSError if the store is gone,
+    RuntimeError."""
 
     def __init__(self, prefix: str, seconds: float):
         self.address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
@@ -200,63 +209,141 @@ class _Signs:
     def multi_get(self, keys: list[str]) -> list[bytes]:
         return self.store.multi_get(keys)
 
+    def find(self, key: str) -> str | None:
+        """The value of a key, or None if it has none yet."""
+        self._look()
+        return self.store.get(key).decode() if self.store.check([key]) else None
+
 
 def _join(args: Options) -> World:
     """Choose this process's device and network interface, and join the process group."""
-    gpu_check.check_gpus()
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
     rank, size, local_rank, local_size, port = (int(os.environ[name]) for name in names)
     master, nodes, seconds = os.environ["MASTER_ADDR"], size // local_size, args.dist_timeout
-    backend, device = args.dist_backend, torch.device("cpu")
-    if torch.cuda.is_available():
-        if local_rank >= torch.cuda.device_count():
-            raise UserError(
-                f"{local_size} processes on this node, but it has only "
-                f"{torch.cuda.device_count()} GPUs: start one process per GPU"
-            )
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-        choose_kernels(device)
-    else:
-        if args.sync_bn:
-            text = "--sync-bn needs GPUs: leave it out (torch has no SyncBatchNorm for the CPU)"
-            raise UserError(text, on_every_rank=True)
-        if "OMP_NUM_THREADS" not in os.environ:  # by default each process would use all cores
-            torch.set_num_threads(max(1, usable_cores() // local_size))
-        # Not an error: the documented multi-GPU command lines, which name nccl, can then be tried
-        # on any machine before GPUs are paid for.
-        if backend == "nccl" and rank == 0:
-            print("note: no GPU here, so gloo is used in place of nccl", flush=True)
-        backend = "gloo"
-
     try:
         preflight.find_master(rank, nodes, (master, port), seconds)
     except UserError as error:
         if nodes > 1:
             raise UserError(str(error), error.on_every_rank, LOST_PEER) from None
         raise _missing_ranks([0], size, seconds) from None
-    try:
+    with _explained(rank, size, (master, port), seconds):
+        store = meet_all((master, port), rank, size, seconds)
+    world = World(torch.device("cpu"), rank, size, local_rank, local_size, nodes)
+    with _failing_together(world, seconds), _explained(rank, size, (master, port), seconds):
+        device, backend = _choose_device(args, world)
         timeout = timedelta(seconds=seconds)
-        backend = backend or "nccl"
         # When NCCL's own time is over, it ends the process without a word about the cause.
         limit = timeout if backend == "gloo" else timeout * PATIENCE
-        store = meet_all((master, port), rank, size, seconds)
         how = {"store": store, "rank": rank, "world_size": size}
         dist.init_process_group(backend, timeout=limit, **how)
         control = dist.new_group(backend="gloo", timeout=timeout)
+    return replace(world, device=device, control=control)
+
+
+def _choose_device(args: Options, world: World) -> tuple[torch.device, str]:
+    """This process's device, and the backend for it. Raises: `UserError`."""
+    gpu_check.check_gpus()
+    if torch.cuda.is_available():
+        if world.local_rank >= torch.cuda.device_count():
+            raise UserError(
+                f"{world.local_size} processes on this node, but it has only "
+                f"{torch.cuda.device_count()} GPUs: start one process per GPU"
+            )
+        device = torch.device("cuda", world.local_rank)
+        torch.cuda.set_device(device)
+        choose_kernels(device)
+        return device, args.dist_backend or "nccl"
+    if args.sync_bn:
+        text = "--sync-bn needs GPUs: leave it out (torch has no SyncBatchNorm for the CPU)"
+        raise UserError(text, on_every_rank=True)
+    if "OMP_NUM_THREADS" not in os.environ:  # by default each process would use all cores
+        torch.set_num_threads(max(1, usable_cores() // world.local_size))
+    # Not an error: the documented multi-GPU command lines, which name nccl, can then be tried
+    # on any machine before GPUs are paid for.
+    if args.dist_backend == "nccl" and world.is_main:
+        print("note: no GPU here, so gloo is used in place of nccl", flush=True)
+    return world.device, "gloo"
+
+
+@contextmanager
+def _explained(rank: int, size: int, address: tuple[str, int], seconds: float) -> Iterator[None]:
+    """Raise `UserError` for an error of torch that keeps this process from joining the job."""
+    try:
+        yield
     except (RuntimeError, ValueError, OSError) as error:
         text = str(error) or type(error).__name__
         if "EADDRINUSE" in text or "address already in use" in text.lower():
-            raise port_in_use(master, port) from error
+            raise port_in_use(*address) from error
         if known := known_errors.explain(error):  # no threads, memory or files are left
             raise known from error
         raise UserError(
-            f"rank {rank} could not join the {size} processes of the job at {master}:{port} "
-            f"within {seconds:g} s: are all nodes started, with different node ranks, and is "
-            f"every port between them open, not only the master's? ({text.splitlines()[0]})",
+            f"rank {rank} could not join the {size} processes of the job at "
+            f"{address[0]}:{address[1]} within {seconds:g} s: are all nodes started, with "
+            "different node ranks, and is every port between them open, not only the master's? "
+            f"({text.splitlines()[0]})",
             code=LOST_PEER,
         ) from error
-    return World(device, rank, size, local_rank, local_size, nodes, control)
+
+
+@contextmanager
+def _failing_together(world: World, seconds: float) -> Iterator[None]:
+    """If a process fails in this block, all others end at once, with its error.
+
+    gloo waits for a process that does not come until its time limit is over.
+    """
+    over, on_store_node = threading.Event(), world.rank < world.local_size
+
+    def listen(signs: _Signs) -> None:
+        with suppress(OSError, RuntimeError):  # the store is gone
+            while not over.wait(LOOK_SECONDS):
+                if text := signs.find(FAILED):
+                    _leave(signs.store, world.size if on_store_node else 0)
+                    if not over.is_set():
+                        _give_up(UserError(text, on_every_rank=True, code=LOST_PEER))
+                    return
+
+    signs = None
+    with suppress(OSError, RuntimeError):  # there is no such store
+        signs = _Signs(_store_prefix(), seconds) if world.size > 1 else None
+    if signs is not None:
+        threading.Thread(target=listen, args=(signs,), daemon=True).start()
+    try:
+        yield
+    except BaseException as error:
+        over.set()
+        if signs is not None:
+            with suppress(OSError, RuntimeError):
+                signs.set(FAILED, f"on {world.node_name}: {_why_it_ends(error)}")
+                _leave(signs.store, world.size if on_store_node else 0)
+        raise
+    finally:
+        over.set()
+
+
+def _why_it_ends(error: BaseException) -> str:
+    """``error``, as the others read it."""
+    if isinstance(error, signals.Stopped):
+        return f"{error} has stopped it; {errors.how_to_continue}"
+    return str(error)
+
+
+def _leave(store: PrefixStore, size: int) -> None:
+    """Count the processes that know of a failure; wait until there are ``size`` of them.
+
+    The store ends with the processes of its node: the others have to read it first.
+    """
+    store.add("given_up", 1)
+    deadline = time.monotonic() + END_SECONDS
+    while store.add("given_up", 0) < size and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _store_prefix() -> str:
+    """Of the keys in the job's store for this start of the job."""
+    # torchrun keeps its store when it starts the processes again. Otherwise the store is new, and
+    # an agent that has just joined has counted fewer restarts than the others.
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"start_{restarts if _is_store_in_agent() else '0'}"
 
 
 def meet_all(address: tuple[str, int], rank: int, size: int, seconds: float) -> PrefixStore:
@@ -264,14 +351,10 @@ def meet_all(address: tuple[str, int], rank: int, size: int, seconds: float) -> 
 
     torch's own rendezvous does not say which rank is missing. Raises: `UserError`, which does.
     """
-    in_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's
-    hosts = rank == 0 and not in_agent
+    hosts = rank == 0 and not _is_store_in_agent()
     timeout = timedelta(seconds=seconds)
     server = TCPStore(*address, is_master=hosts, timeout=timeout, wait_for_workers=False)
-    # torchrun keeps its store when it starts the processes again. Otherwise the store is new, and
-    # an agent that has just joined has counted fewer restarts than the others.
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if in_agent else "0"
-    store = PrefixStore(f"start_{start}", server)
+    store = PrefixStore(_store_prefix(), server)
     host, twice = socket.gethostname(), "two_have_one_rank"
     me = f"{os.urandom(8).hex()} {host}"
     other = store.compare_set(f"rank_{rank}", "", me).decode()  # the first one that comes
@@ -279,11 +362,16 @@ def meet_all(address: tuple[str, int], rank: int, size: int, seconds: float) -> 
         store.set(twice, f"rank {rank} of {size}, on {other.partition(' ')[2]} and on {host}")
     here, deadline = store.add("here", 1), time.monotonic() + seconds
     # Not `store.wait`, which prints a trace of C++ functions when the time is over.
-    while here < size and time.monotonic() < deadline:
-        if store.add("given_up", 0) or store.check([twice]):
-            break
-        time.sleep(0.05)
-        here = store.add("here", 0)
+    try:
+        while here < size and time.monotonic() < deadline:
+            if store.add("given_up", 0) or store.check([twice]):
+                break
+            time.sleep(0.05)
+            here = store.add("here", 0)
+    except signals.Stopped as stop:
+        store.set(FAILED, f"on {host}: {_why_it_ends(stop)}")
+        _leave(store, here if hosts else 0)
+        raise
     was_twice = store.check([twice])
     if here == size and not was_twice:
         return store
@@ -296,10 +384,9 @@ def meet_all(address: tuple[str, int], rank: int, size: int, seconds: float) -> 
         text += "--node_rank of torchrun)"
         code = LOST_PEER if is_elastic() else BAD_INPUT
         error = UserError(text, on_every_rank=True, code=code)
-    store.add("given_up", 1)
-    # The store ends with the process that has it: first, the others learn that it is over.
-    while hosts and store.add("given_up", 0) < here and time.monotonic() < deadline + END_SECONDS:
-        time.sleep(0.05)
+    elif store.check([FAILED]):
+        error = UserError(store.get(FAILED).decode(), on_every_rank=True, code=LOST_PEER)
+    _leave(store, here if hosts else 0)
     raise error
 
 
