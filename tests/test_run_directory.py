@@ -14,8 +14,9 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import TORCHVISION_MODEL, draw_folder, scalars, summary, train
-from running import snapshot
+from conftest import SMALL, TORCHVISION_MODEL, draw_folder, scalars, summary, train
+from joined import command, start
+from running import free_port, snapshot
 from test_best_model import evaluated
 from test_checkpoint import trained
 from torchvision.models import get_model
@@ -57,6 +58,26 @@ def ran(tmp_path_factory) -> SimpleNamespace:
     (run,) = output.iterdir()
     curves, results = scalars(run), summary(run)
     return SimpleNamespace(folder=run, data=data, out=out, curves=curves, summary=results)
+
+
+def test_a_run_on_the_disk_of_another_node_does_not_begin_anew(folder, tmp_path):
+    """Node 0 has the run directory, on its own disk; the nodes got their ranks the other way."""
+    words = ("-a", "tiny_plain", "--name", "run", "--resume", "auto", "--epochs", 1, folder)
+    for node in ("0", "1"):
+        (tmp_path / node).mkdir()
+    before = {node: f"import os; os.chdir('{tmp_path / node}')" for node in ("0", "1")}
+    assert command("imagenet_ddp", *SMALL, *words, BEFORE=before["1"]).code == 0
+    where = ("-n", 2, "-g", 1, "--dist-url", f"tcp://127.0.0.1:{free_port()}", *words)
+    with (
+        start("imagenet_ddp.py", "-nr", 0, *where, BEFORE=before["0"]) as first,
+        start("imagenet_ddp.py", "-nr", 1, *where, BEFORE=before["1"]) as other,
+    ):
+        for run in (first, other):
+            run.result().fails_with(
+                "runs/run has a snapshot on",
+                "(node 1), but none on node 0, which continues the run: start with that node as node 0",
+            )
+    assert not list((tmp_path / "0").iterdir())
 
 
 def test_name_and_files_of_a_run(ran):

@@ -22,7 +22,7 @@ from utils.run.console import EVERY_NODE, LOG, Console, loss_text
 from utils.run.ledger import FILE as LEDGER
 from utils.run.run_lock import Lock
 from utils.run.sinks import Sink
-from utils.run.snapshots import BEST, SNAPSHOT, latest, name_newer_snapshot, read_whole
+from utils.run.snapshots import BEST, PREVIOUS, SNAPSHOT, latest, name_newer_snapshot, read_whole
 from utils.run.tensorboard import EventFile, cut_off
 from utils.start import errors, gpu_check
 from utils.start.addresses import is_elastic
@@ -306,10 +306,26 @@ class Run:
 
         Opens ``--store`` first, and keeps the best model beside a snapshot of another folder.
         Raises: `UserError` for a file with only weights, or a snapshot of another folder, in the
-        directory of a run: it would be overwritten.
+        directory of a run: it would be overwritten. And if another node alone has a snapshot.
         """
         self.source, content = self._in_rank0(self._read_checkpoint)
+        if content is None and self.folder is not None:
+            self._reject_another_disk(self.folder.path)
         return content
+
+    def _reject_another_disk(self, folder: Path) -> None:
+        """Raise `UserError` if the run has a snapshot on the disk of another node than node 0."""
+        is_here = False
+        with contextlib.suppress(OSError):
+            is_here = any((folder / name).is_file() for name in (SNAPSHOT, PREVIOUS))
+        has_one = is_training(self.args) and self.args.resume == "auto" and is_here
+        found = self.world.gather((self.world.node_name, has_one))
+        if nodes := list(dict.fromkeys(name for name, has in found if has)):
+            raise UserError(
+                f"{folder} has a snapshot on {nodes[0]}, but none on node 0, which continues the "
+                "run: start with that node as node 0, copy the folder, or choose another --name",
+                on_every_rank=True,
+            )
 
     def _read_checkpoint(self) -> tuple[Path | str | None, dict[str, Any] | None]:
         args = self.args
