@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torchrun
 from joined import in_processes
 
-from utils.start import gpu_check, launch, preflight, world
+from utils.start import gpu_check, launch, meeting, preflight, world
 from utils.start.errors import UserError
 
 MASTER = {"MASTER_ADDR": "b", "MASTER_PORT": "8"}
@@ -142,7 +142,7 @@ def join(patch, visible: int, calls: mock.Mock, sync_bn: bool) -> world.World:
     patch.setattr(torch.cuda, "set_device", calls.set_device)
     patch.setattr(preflight, "connect", calls.connect)
     patch.setattr(world, "choose_kernels", lambda _: None)
-    patch.setattr(world, "meet_all", lambda *_: None)
+    patch.setattr(meeting, "meet_all", lambda *_: None)
     patch.setattr(dist, "init_process_group", calls.init_process_group)
     patch.setattr(dist, "new_group", calls.new_group)
     patch.setattr(dist, "all_gather_object", lambda *_, **__: None)
@@ -260,7 +260,7 @@ def _ends(lines: list[tuple], folder: Path, rank: int, size: int) -> list[str]:
             mock.patch.object(sys, "argv", line),
             mock.patch.object(dist, "init_process_group", how),
             mock.patch.object(preflight, "connect"),
-            mock.patch.object(world, "meet_all", return_value=None),
+            mock.patch.object(meeting, "meet_all", return_value=None),
             mock.patch.object(preflight, "code", return_value={"a.py": facts["code"]}),
             mock.patch.object(preflight, "release", return_value=facts["release"]),
             mock.patch.object(models, "build", side_effect=Built),

@@ -24,7 +24,7 @@ from joined import command
 from running import TORCHRUN, Running, alone, descendants, eventually, free_port, start
 
 from utils.run.snapshots import TrainState
-from utils.start import preflight, signals, world
+from utils.start import meeting, preflight, signals
 from utils.start.errors import UserError
 from utils.start.lost_peer import explain
 from utils.start.world import is_lost_peer, process_group
@@ -103,7 +103,7 @@ def test_torchrun_restarts_continue_from_the_snapshot(folder, tmp_path):
 
 def meet(port: int, rank: int) -> None:
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(1 - rank)
-    world.meet_all(("127.0.0.1", port), rank, 2, 20.0)
+    meeting.meet_all(("127.0.0.1", port), rank, 2, 20.0)
 
 
 def test_ranks_meet_whose_agents_have_counted_different_restarts(monkeypatch):
@@ -123,7 +123,7 @@ def test_of_many_ranks_that_do_not_come_some_are_named(monkeypatch):
     eight = "ranks 1, 2, 3, 4, 5, 6, 7, 8"
     for size, named in ((9, f"{eight} of 9"), (10, f"{eight}, ... of 10")):
         with pytest.raises(UserError, match=f"^{named} have not joined the job within 0.2 s"):
-            world.meet_all(("127.0.0.1", free_port()), 0, size, 0.2)
+            meeting.meet_all(("127.0.0.1", free_port()), 0, size, 0.2)
 
 
 def test_a_rank_that_is_given_twice_is_named_on_every_node(monkeypatch):
@@ -132,7 +132,7 @@ def test_a_rank_that_is_given_twice_is_named_on_every_node(monkeypatch):
 
     def join(rank: int) -> str:
         with pytest.raises(UserError) as error:
-            world.meet_all(address, rank, 3, 60.0)
+            meeting.meet_all(address, rank, 3, 60.0)
         return f"{error.value.code}: {error.value}"
 
     with ThreadPoolExecutor(3) as pool:
@@ -155,7 +155,7 @@ def test_a_rank_that_is_stopped_while_it_waits_for_others_ends_those_that_wait(m
     def join(rank: int) -> str:
         threading.current_thread().name = f"rank_{rank}"
         with pytest.raises((UserError, signals.Stopped)) as error:
-            world.meet_all(address, rank, 3, 600.0)
+            meeting.meet_all(address, rank, 3, 600.0)
         return str(error.value)
 
     monkeypatch.setattr(time, "sleep", stop)

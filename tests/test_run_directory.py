@@ -75,7 +75,8 @@ def test_a_run_on_the_disk_of_another_node_does_not_begin_anew(folder, tmp_path)
         for run in (first, other):
             run.result().fails_with(
                 "runs/run has a snapshot on",
-                "(node 1), but none on node 0, which continues the run: start with that node as node 0",
+                "(node 1), but none on node 0, which continues the run: start with",
+                "that node as node 0",
             )
     assert not list((tmp_path / "0").iterdir())
 
