@@ -273,11 +273,6 @@ def first_on_node(compute: Callable[[], T], world: World) -> T:
     return results[0] if results else compute()
 
 
-def node_name(world: World) -> str:
-    """`World.node_name`."""
-    return world.node_name
-
-
 @torch.no_grad()
 def copy_from_rank0(model: nn.Module, world: World, parameters: bool = True) -> None:
     """Give every process rank 0's buffers and, by default, parameters."""
