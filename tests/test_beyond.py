@@ -229,6 +229,21 @@ def test_the_cause_decides_the_exit_code_of_a_job(codes, failed, code):
     assert job.exit_code() == (75 if 75 in codes else next((x for x in codes if x), 0))
 
 
+def test_a_killed_process_is_named_though_the_one_that_lost_it_ended_first(capsys):
+    """The first failure ends the others; how they end then says nothing more."""
+    options = argparse.Namespace(grace=1.0)
+    job = launcher.Job(options, ["x"], [launcher.Host(name) for name in "abcd"], "")
+    job.running = job.nodes
+    for node, node.code in zip(job.nodes, (69, 137, 1, 137), strict=True):
+        if node is job.nodes[3]:
+            job.kill_at = 0.0  # this one was killed from here
+        job.ended(node)
+    assert capsys.readouterr().err.splitlines() == [
+        "launcher: a ended with exit code 69; stopping the rest",
+        "launcher: b ended with exit code 137: killed by SIGKILL",
+    ]
+
+
 def test_each_node_gets_its_place_and_its_own_number_of_processes():
     """Without a number in the hosts file, one for each of its GPUs."""
     options = argparse.Namespace(port=None, env=[("A", "b")], dir="a d", python=None, grace=1.5)

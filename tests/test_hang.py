@@ -274,6 +274,13 @@ def test_a_frozen_rank_is_named_by_the_others(monkeypatch):
     assert {line.split(" of ")[0] for line in trial.errors} == {"rank 2"}
     assert "no sign of life" in trial.errors[0]
     assert "its machine or the link to it is down; ranks 0, 1 wait for it" in trial.errors[0]
+    trial = Job(monkeypatch, 4)  # two of them, as those of a machine
+    trial.pass_time(5)
+    for rank in (0, 1):
+        trial.started[rank][0] = 8
+    trial.pass_time(14, frozen=(2, 3))
+    assert trial.errors[0].startswith("rank 2 of 4 on node2 (and rank 3) has shown no sign")
+    assert "; ranks 0, 1 wait for it" in trial.errors[0]
 
 
 def test_a_job_that_was_suspended_goes_on(monkeypatch):
