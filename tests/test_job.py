@@ -50,8 +50,9 @@ class Local(kind):
             assert program.count(b"time.time()") == 1
             program = program.replace(b"time.time()", b"time.time() - 60")
         away = os.path.exists(f"{options.dir}/{name}_away")
+        fails = "import sys; print('no route', file=sys.stderr); sys.exit(255)"
         words = ["bash", "-c", 'printf "a title"; exec "$@"', "login"]
-        words += [sys.executable, "-uc", "exit(255)" if away else hosts.BOOTSTRAP, name]
+        words += [sys.executable, "-uc", fails if away else hosts.BOOTSTRAP, name]
         how = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         how["preexec_fn"] = lambda: signal.signal(signal.SIGTSTP, signal.SIG_DFL)  # as of sshd
         env = {"NODE": name, "SSH_CONNECTION": "10.0.0.8 1 10.0.0.9 2"}  # not the ip= of its line
@@ -277,13 +278,14 @@ def test_a_node_without_an_answer(start, tmp_path):
     """All have to answer, or, with --elastic, enough; test_train_on_nodes.py has too few."""
     (tmp_path / "b_away").touch()
     with start("a b") as run:
-        assert ended(run) == (2, f"error: {FAILED}\n")
+        assert ended(run) == (2, f"[b] no route\nerror: {FAILED}\n"), "with ssh's own reason"
     with start("a b", (1, 2)) as run:
         run.until(r"^\[a\] rank")
         (tmp_path / "a").write_text("0")
         code, said = ended(run)
     assert code == 0
-    assert f"launcher: {FAILED}; will keep" in said
+    assert f"[b] no route\nlauncher: {FAILED}; will keep" in said
+    assert said.count("no route") == 1, "also of several attempts"
     assert "starting on 1 of 2 nodes: a" in said
 
 
