@@ -8,6 +8,7 @@ import pytest
 from utils.data import classes, list_cache
 from utils.data.folder import open_folder
 from utils.data.opening import class_folders, open_source
+from utils.data.sources import Source
 from utils.start.errors import UserError
 
 
@@ -39,6 +40,12 @@ def test_images_are_sorted_and_numbered_by_the_given_order_of_classes(tmp_path):
     named += [("b/10.jpg", 2), ("b/2.JPEG", 2), *((name, 3) for name in names)]
     for _ in ("listed", "from the cache"):
         assert contents(open_folder(tmp_path, ["c", "a", "b", "ü"])) == named
+
+
+@pytest.mark.parametrize("count", [1000, 2**15 + 1])
+def test_each_of_many_classes_has_its_number(count):
+    index = Source("", [*map(str, range(count))], b"x\0" * count, [1] * count)
+    assert index.targets.tolist() == [*range(count)]
 
 
 def test_folders_named_like_images_and_what_systems_leave(tmp_path, capsys):

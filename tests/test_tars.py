@@ -7,7 +7,9 @@ import lzma
 import os
 import shutil
 import tarfile
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -204,6 +206,22 @@ def test_reads_in_flight_on_a_slow_disk_change_nothing(folder, tmp_path, monkeyp
     for one, other in zip(*results, strict=True):
         assert torch.equal(one[0], other[0]) and torch.equal(one[1], other[1])
         assert one[2].unreadable == other[2].unreadable and one[2].files == other[2].files
+
+
+def test_reads_in_flight_share_no_memory(tmp_path, monkeypatch):
+    files = [bytes([number]) * 1000 for number in range(8)]
+    tar = tar_bytes([(f"a/{number}.jpg", data) for number, data in enumerate(files)])
+    index, read = source(put(tmp_path, {"train.tar": tar})), os.preadv
+    all_have_read = threading.Barrier(len(files), timeout=60)
+
+    def together(file, into, at):
+        count = read(file, into, at)
+        all_have_read.wait()
+        return count
+
+    monkeypatch.setattr(os, "preadv", together)
+    with ThreadPoolExecutor(len(files)) as pool:
+        assert [*pool.map(index.read, range(len(files)))] == files
 
 
 # ---- the kept index
