@@ -287,6 +287,13 @@ def test_a_node_without_an_answer(start, tmp_path):
     assert f"[b] no route\nlauncher: {FAILED}; will keep" in said
     assert said.count("no route") == 1, "also of several attempts"
     assert "starting on 1 of 2 nodes: a" in said
+    with start("a b", (2, 2)) as run:  # nothing has begun: no code that promises a snapshot
+        assert eventually(lambda: "will keep trying" in run.said())
+        run.meet_family()
+        run.send(signal.SIGINT)
+        code, said = ended(run)
+    assert code == 128 + signal.SIGINT
+    assert said.splitlines()[-1] == "error: interrupted while waiting for nodes"
 
 
 @pytest.mark.parametrize("back", ["well", "broken"])
