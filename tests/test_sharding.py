@@ -86,11 +86,14 @@ def test_fsdp_ddp_and_fsdp_in_turns_are_ddp_bit_for_bit(trained):
         assert [ours[tag] for tag in CURVES] == [theirs[tag] for tag in CURVES]
 
 
-@pytest.mark.parametrize(("case", "tolerance"), [("clip", 1e-6), ("fp16", 1e-3)])
-def test_clipping_and_the_loss_scale_are_of_all_processes(trained, case, tolerance):
-    """Gradients are clipped by their norm over all processes; the first steps overflow."""
+@pytest.mark.parametrize(("case", "tolerance", "more"), [("clip", 1e-6, 2.5), ("fp16", 1e-3, 1)])
+def test_clipping_and_the_loss_scale_are_of_all_processes(trained, case, tolerance, more):
+    """Gradients are clipped by their norm over all processes; the first steps overflow. Each of two
+    micro-batches gathers the weights, twice: ``more`` is sent than by DDP."""
     ours, theirs = (trained[0] / f"{script}_{case}" for script in (FSDP, DDP))
     assert_same_weights(ours, theirs, tolerance)
+    sent, by_ddp = (summary(run)["sent_mb_per_step"] for run in (ours, theirs))
+    assert sent == pytest.approx(more * by_ddp)
     assert snapshot(ours)["scaler"] == snapshot(theirs)["scaler"]
     assert (snapshot(ours)["scaler"].get("scale", 2**16) < 2**16) == (case == "fp16")
 
@@ -121,20 +124,21 @@ def test_each_process_holds_its_part(trained):
 
 
 @pytest.mark.parametrize(
-    ("reshard", "dtype", "frozen", "sent"),
+    ("reshard", "dtype", "frozen", "accum", "sent"),
     [
-        ("full", "float32", 0, 10_500),
-        ("none", "bfloat16", 0, 5_250),
-        ("node", "float32", 0, 10_000),
-        ("full", "float32", 9000, 42_000),  # gathered once, and no gradients
+        ("full", "float32", 0, 1, 10_500),
+        ("none", "bfloat16", 0, 1, 5_250),
+        ("node", "float32", 0, 1, 10_000),
+        ("full", "float32", 9000, 1, 42_000),  # gathered once, and no gradients
+        ("full", "float32", 0, 3, 24_500),  # weights by each micro-batch, gradients once
     ],
 )
-def test_bytes_that_travel(reshard, dtype, frozen, sent):
+def test_bytes_that_travel(reshard, dtype, frozen, accum, sent):
     """Of a thousand weights that are trained, on two nodes of four processes."""
     args = SimpleNamespace(reshard=reshard)
     world = World(torch.device("cpu"), 0, 8, 0, 4, 2)
     weights = [torch.empty(10, 100, requires_grad=True), torch.empty(frozen)]
-    assert fsdp.sent_bytes(weights, args, world, getattr(torch, dtype)) == sent
+    assert fsdp.sent_bytes(weights, args, world, getattr(torch, dtype), accum) == sent
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,8 @@ def sent_mb(session: Session) -> float:
         sent = state.comm.sent_bytes(sum(weight.numel() for weight in trained))
     elif state.sharded:
         weights = [*state.model.parameters()]
-        sent = fsdp.sent_bytes(weights, session.args, world, session.loaders.dtype)
+        accum = session.train.sampler.accum if session.loaders.train else 1
+        sent = fsdp.sent_bytes(weights, session.args, world, session.loaders.dtype, accum)
     else:
         sent = ring_bytes(sum(weight.nbytes for weight in trained), world.size)
     return sent / 1e6

@@ -113,15 +113,18 @@ def describe(model: nn.Module, reshard: str) -> str:
     )
 
 
-def sent_bytes(weights: Sequence[Tensor], args: Options, world: World, dtype: torch.dtype) -> float:
+def sent_bytes(
+    weights: Sequence[Tensor], args: Options, world: World, dtype: torch.dtype, accum: int
+) -> float:
     """Return the bytes sent per step by a process: weights in ``dtype``, gradients in float32.
 
-    Backward gathers only the weights that are trained, unless they are still there.
+    Each of the ``accum`` micro-batches gathers weights; gradients are scattered once. Backward
+    gathers only the weights that are trained, unless they are still there.
     """
     among = world.local_size if args.reshard == "node" else world.size
     values = sum(weight.numel() for weight in weights)
     trained = sum(weight.numel() for weight in weights if weight.requires_grad)
-    gathered = values + (trained if args.reshard != "none" else 0)
+    gathered = accum * (values + (trained if args.reshard != "none" else 0))
     sent = (dtype.itemsize * gathered + 4 * trained) * (among - 1) / among
     groups = world.size // among  # processes that hold the same shard all-reduce its gradients
     return sent + 2 * (groups - 1) / groups * 4 * trained / among
