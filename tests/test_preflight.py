@@ -125,7 +125,7 @@ def test_a_stranger_who_poses_as_a_node_cannot_keep_the_others_waiting(line, por
             came = time.monotonic()
             result = first.result()  # the stranger has been asked something, and says nothing
             took = time.monotonic() - came
-    result.fails_with(r"a\x1b[2J", "(node 1) was lost in the pre-flight check")
+    result.fails_with(r"a\x1b[2J", "(node 1) was lost in the pre-flight check: look at what it")
     assert "\x1b" not in result.out + result.err
     assert took < 3 * preflight.PATIENCE
 
