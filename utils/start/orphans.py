@@ -41,7 +41,7 @@ def die_with_launcher() -> None:
 
 def _has_torch(pid: int) -> bool:
     try:
-        with open(f"/proc/{pid}/maps") as file:
-            return any("libtorch" in line for line in file)
+        with open(f"/proc/{pid}/maps", "rb") as file:  # a path need not be text
+            return any(b"libtorch" in line for line in file)
     except OSError:  # it has exited, or belongs to another user
         return False

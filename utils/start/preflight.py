@@ -228,10 +228,10 @@ class Leader:
         everyone[0]["closed"] = try_ports(targets, everyone[0]["name"])
         while waiting := [one for one in everyone if not isinstance(one.get("closed"), list)]:
             if waiting[0]["rank"] not in self.nodes or time.monotonic() > deadline:
-                text = (
+                raise UserError(
                     f"{waiting[0]['name']} was lost in the pre-flight check: look at what it has "
+                    "printed, then start all nodes again"
                 )
-                raise UserError(text + "printed, then start all nodes again")
             self._step()
         if closed := [str(text) for node in everyone for text in node["closed"]]:
             more = f" (and {len(closed) - 4} more)" if len(closed) > 4 else ""
