@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from utils.start import world
+from utils.start import meeting
 
 aten = torch.ops.aten
 COPIES = {aten._to_copy.default, aten.copy_.default, aten._foreach_copy_.default}
@@ -270,7 +270,7 @@ def fake_cuda(devices: int = 1) -> Iterator[Gpu]:
             (dist, {"init_process_group": init_process_group, "new_group": make_group}),
             (dist, {"all_gather_object": gather, "broadcast_object_list": nothing}),
             (dist, {"gather_object": lambda value, values, group: gather(values, value)}),
-            (world, {"meet_all": nothing}),
+            (meeting, {"meet_all": nothing}),
             (torch.distributed.fsdp, {"fully_shard": fully_shard}),
             (DistributedDataParallel, {"__init__": ddp_init, "register_comm_hook": nothing}),
             (DistributedDataParallel, {"forward": lambda self, images: self.module(images)}),

@@ -194,6 +194,7 @@ def test_runs_that_cannot_be_compared_have_no_common_charts(tmp_path, capsys, mo
     assert "data-chart" not in re.sub("(?s)<script.*", "", (out / "x_compare.html").read_text())
 
 
+@pytest.mark.long
 def test_pictures_of_the_hardware_and_labels_with_special_characters(tmp_path):
     for name, seconds in (("a", 100), ("b", 100), ("c", 900)):
         epochs = epochs_of(100, 64, (20, 70, 74, 75))

@@ -249,6 +249,7 @@ def test_which_failures_are_worth_a_restart(agent, store, codes, code, starts, s
     assert store.check([ENDED]) == bool(said)
 
 
+@pytest.mark.long
 def test_bad_input_of_a_new_node_and_the_loss_of_a_node_leave_the_other(agent, store, tmp_path):
     """A node that is gone does not say so: its number in the store does."""
     store.set(NODES, "2")

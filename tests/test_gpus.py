@@ -200,7 +200,7 @@ def test_the_reason_of_cuda_comes_first(bin_folder, monkeypatch, said, visible, 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_script_ends_with_the_error(bin_folder, monkeypatch, folder, script):
     # As under torchrun: the processes that a script starts itself have a torch of their own.
-    for name, value in alone().items():
+    for name, value in (alone() | {"GLOO_SOCKET_IFNAME": "lo"}).items():
         monkeypatch.setenv(name, value)
     simulate(bin_folder, "580", V100)
     simulated_torch(monkeypatch, V100)

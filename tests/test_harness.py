@@ -61,11 +61,13 @@ def test_tests_that_are_killed_leave_no_process(tmp_path, options):
     assert eventually(lambda: not started.lives())
 
 
+@pytest.mark.long
 def test_a_failure_with_a_hostile_name_leaves_the_other_tests(tmp_path):
     out, _ = inner(tmp_path, "failing", "-n", "1").communicate()
     assert "1 failed, 1 passed" in out and r"UTF-8: \udcfc" in out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("env", "code"), [({}, 0), ({"NO_SKIPS": "1"}, 1)])
 @pytest.mark.parametrize("options", [(), ("-n", "1")], ids=["alone", "xdist"])
 def test_what_is_left_out_is_the_last_line(tmp_path, options, env, code):

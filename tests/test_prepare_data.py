@@ -226,8 +226,10 @@ def interrupt(how, number, out, *command):
 
 @pytest.mark.parametrize(
     ("form", "ways", "number"),
-    [((), ("worker", "Ctrl-C"), 12), (("--shards", 1), ("kill",), 1)],
-    ids=["folder", "shards"],
+    [
+        pytest.param((), ("worker", "Ctrl-C"), 12, id="folder", marks=pytest.mark.long),
+        pytest.param(("--shards", 1), ("kill",), 1, id="shards"),
+    ],
 )
 def test_interrupted_again_and_again_it_still_finishes(many, tmp_path, form, ways, number):
     """At any moment only whole files have names; those of before are kept."""

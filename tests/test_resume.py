@@ -234,6 +234,7 @@ def test_the_accuracy_that_is_desired_is_enough(place):
 # ---- two processes
 
 
+@pytest.mark.long
 def test_two_processes_stopped_under_both_launchers_resume_bit_for_bit(place):
     """By SIGTERM to torchrun, and to rank 1 alone."""
     run, whole = place.root / "two_often", place.root / "two"

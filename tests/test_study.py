@@ -539,6 +539,7 @@ def left(place: Path) -> list:
     return [one for one in everyone() if one.lives() and re.search(here, one.command)]
 
 
+@pytest.mark.long
 def test_a_study_is_killed_stopped_and_continued(folder, tmp_path):
     """Finished runs are not trained again, not even one whose end nobody could note.
 

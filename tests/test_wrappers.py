@@ -287,7 +287,9 @@ def test_the_printed_torchrun_command_continues_a_stopped_training(folder, tmp_p
     assert facts["epochs_done"] == epoch
 
 
-@pytest.mark.parametrize(("end", "code"), [("SIGKILL", -9), ("rank", 137)])
+@pytest.mark.parametrize(
+    ("end", "code"), [("SIGKILL", -9), pytest.param("rank", 137, marks=pytest.mark.long)]
+)
 def test_a_training_by_torchrun_or_a_rank_of_it_is_killed(folder, tmp_path, end, code):
     options = ("--epochs", "10000", "--output-dir", tmp_path, folder)
     with training("one_node_train.sh 1 run 5", *options) as run:
