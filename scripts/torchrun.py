@@ -84,8 +84,10 @@ def main() -> int:
         raise UserError("another node has ended this job", code=LOST_PEER) from None
     except (RuntimeError, RendezvousError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        text = f"torchrun could not meet the other nodes: {first}"
-        raise UserError(text, code=LOST_PEER) from None
+        text = (
+            f"torchrun could not meet the other nodes ({first}): look at what they have printed, "
+        )
+        raise UserError(text + "then start all of them again", code=LOST_PEER) from None
     return 0
 
 
@@ -101,13 +103,17 @@ def prepare(args: argparse.Namespace) -> None:
         threads = usable_cores() // int(args.nproc_per_node)
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    wait = Parser(add_help=False, allow_abbrev=False)
+    wait.add_argument("--dist-timeout", type=seconds, default=300.0)
+    limit = wait.parse_known_args(args.training_script_args)[0].dist_timeout
+    if args.rdzv_backend == "static" and not args.rdzv_conf:
+        # A node may have ended since the check, while it imported torch. torchrun waits for ten
+        # minutes, without a word; but the import may take a minute longer on another node.
+        args.rdzv_conf = f"timeout={max(60, round(limit))}"
     rank, nodes, address = os.environ.get("IMAGENET_ALL_UP", "0 1 -").split()
     if int(nodes) > 1:
         from utils.start import preflight
 
-        wait = Parser(add_help=False, allow_abbrev=False)
-        wait.add_argument("--dist-timeout", type=seconds, default=300.0)
-        limit = wait.parse_known_args(args.training_script_args)[0].dist_timeout
         master, processes = parse_tcp_url(f"tcp://{address}"), int(args.nproc_per_node)
         preflight.meet(int(rank), int(nodes), processes, master, limit)
 

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, shell
+from conftest import ROOT, python, shell
 from running import Running, eventually, free_port
 
 from utils import loop, report
@@ -344,3 +344,14 @@ def test_a_master_that_starts_late_is_waited_for(port, monkeypatch, capsys):
     with pytest.raises(UserError, match=r"172\.31\.\.10 cannot be resolved .*no valid name"):
         preflight.connect("172.31..10", port, 60.0)
     assert preflight.address_towards("172.31..10") is None
+
+
+@pytest.mark.long  # a minute
+def test_torchrun_waits_for_another_node_no_longer_than_its_training(tmp_path):
+    """A node that ended after this check, before its torchrun answers; torch waits for minutes."""
+    (tmp_path / "train.py").touch()
+    where = ("--nnodes=2", "--node_rank=0", f"--master_addr={HERE}", f"--master_port={free_port()}")
+    script = (tmp_path / "train.py", "--dist-timeout", 1)
+    done = python("scripts/torchrun.py", *where, "--nproc_per_node=1", *script)
+    assert "could not meet the other nodes" in done.sentence
+    assert (done.code, "1/2 clients joined" in done.err) == (69, True)
