@@ -322,7 +322,10 @@ def test_what_a_node_over_ssh_prepares(monkeypatch, processes, rank, threads, li
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     words = ["-a", "x", *(["--dist-timeout", limit] if limit else [])]
-    torchrun.prepare(SimpleNamespace(nproc_per_node=processes, training_script_args=words))
+    options = SimpleNamespace(nproc_per_node=processes, training_script_args=words)
+    options.rdzv_backend, options.rdzv_conf = "static", ""
+    torchrun.prepare(options)
+    assert options.rdzv_conf == ("timeout=60" if limit else "timeout=300")
     assert [os.environ[name] for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")] == [
         threads,
         "passive",
