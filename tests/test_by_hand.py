@@ -91,7 +91,9 @@ def test_the_wrappers_torchrun_takes_a_node_to_the_preflight_check(clean):
     clean.setattr(torch.cuda, "device_count", lambda: 3)
     clean.setenv("IMAGENET_ALL_UP", "1 2 a:7")
     args = argparse.Namespace(nproc_per_node="gpu", training_script_args=["--dist-timeout", "9"])
+    args.rdzv_backend, args.rdzv_conf = "static", "timeout=7"
     torchrun.prepare(args)
+    assert args.rdzv_conf == "timeout=7", "given by the user"
     assert check.mock_calls == [mock.call(1, 2, 3, ("a", 7), 9.0)]
     assert (args.nproc_per_node, os.environ["OMP_NUM_THREADS"]) == ("3", "2")
 
