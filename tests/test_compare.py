@@ -356,7 +356,11 @@ def test_the_best_top_1_is_that_of_the_better_weights(tmp_path):
         for values, top1 in zip(epochs.values(), averaged, strict=False):
             values["Top1/ema"] = top1
         write(tmp_path / name, epochs, options=GOOD)
-    assert f"Best top-1: 70.00 % (a) and 80.00 % (b), {BEYOND}" in table(tmp_path)[2].sentences
+    comparison = table(tmp_path)[2]
+    assert f"Best top-1: 70.00 % (a) and 80.00 % (b), {BEYOND}" in comparison.sentences
+    head, rows = comparison.by_runs()  # the short table has both
+    at = [head.index(title) for title in ("best top-1", "averaged")]
+    assert [[row[column] for column in at] for row in rows] == [["70.00", "-"], ["70.00", "80.00"]]
     assert "It reached 80.00 % top-1 in epoch 1 (1.67 min)." in table(tmp_path / "b")[2].sentences
 
 

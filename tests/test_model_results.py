@@ -281,8 +281,10 @@ def test_names_of_wordnet_classes(tmp_path):
     assert wordnet.find(ids, tmp_path / "data") == found
     (tmp_path / "data/Labels.json").write_text('{"n01440764": "tench"}')
     assert wordnet.find(ids, tmp_path / "data") == {ids[0]: "n01440764 tench", ids[1]: ids[1]}
-    many = [f"n{i:08}" for i in range(1000)]
-    assert wordnet.find(many, tmp_path / "nowhere" / "data")[many[1]] == f"{many[1]} goldfish"
+    many, nowhere = [f"n{2_000_000 + i:08}" for i in range(1000)], tmp_path / "nowhere" / "data"
+    assert wordnet.find(many, nowhere)[many[1]] == many[1], "1000 others of WordNet's classes"
+    many[0], many[-1] = ids[0], "n15075141"
+    assert wordnet.find(many, nowhere)[ids[0]] == f"{ids[0]} tench"
     assert wordnet.find(["cat"], tmp_path / "data") == {"cat": "cat"}
 
 

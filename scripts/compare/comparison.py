@@ -28,8 +28,8 @@ MAIN = {  # row: short title
     "gpus": "GPUs", "global_batch": "batch", "arch": "arch", "mode": "mode", "lr": "lr",
     "images_per_s": "images/s",
     "scaling_efficiency": "efficiency", "common_top1": "", "target_h": "",
-    "best_top1": "best top-1", "epochs": "epochs", "hours": "time", "speed_up": "speed-up",
-    "step_loss": "loss by steps", "state": "state",
+    "best_top1": "best top-1", "best_ema_top1": "averaged", "epochs": "epochs", "hours": "time",
+    "speed_up": "speed-up", "step_loss": "loss by steps", "state": "state",
 }  # fmt: skip
 SET_UP = ("gpus", "global_batch", "arch", "mode", "lr", "state")  # left out where all are equal
 MACHINE = ("gpu", "driver", "cpu", "torch")

@@ -6,7 +6,6 @@ folder. To add a kind, write its two functions (`Kind` there) and a line in `sou
 """
 
 import os
-import resource
 import stat
 import threading
 import weakref
@@ -154,8 +153,6 @@ class Archive(Source):
         self.files, self.records = index.files, index.records[rows]
         self.numbers = index.numbers[rows].astype(np.uint16)
         self._buffer, self._handles, self._stamps = np.empty(0, np.uint8), [], []
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # there may be thousands of files
         for path in index.files:
             try:
                 self._handles.append(open_regular(path, os.O_RDONLY | os.O_CLOEXEC))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 WORDNET = re.compile(r"n\d{8}")
+IMAGENET = (1000, "n01440764", "n15075141")  # other sets have 1000 of WordNet's classes, too
 TABLES = ("Labels.json", "LOC_synset_mapping.txt", "class_names.csv")
 
 
@@ -25,7 +26,7 @@ def find(classes: Sequence[str], data: Path) -> dict[str, str]:
         for table in TABLES:
             if not words and (folder / table).is_file():
                 words = _read(folder / table)
-    if not words and len(classes) == 1000:
+    if not words and (len(classes), min(classes), max(classes)) == IMAGENET:
         from torchvision.models import ResNet50_Weights
 
         # Sorted by id, as torchvision's list is.

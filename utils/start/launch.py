@@ -268,7 +268,8 @@ def _replace_closed_streams() -> None:
 
 
 def _raise_file_limit() -> None:
-    """Raise the soft limit of open files to the hard one: each loader worker needs several."""
+    """Raise the soft limit of open files to the hard one: each loader worker needs several, and
+    there may be thousands of tar files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
