@@ -146,7 +146,7 @@ def test_torch_is_taken_when_asked_for_though_apex_is_there(site, monkeypatch):
     for options, kind in (((), choice.Amp), (("--amp-impl", "torch"), o2.Amp)):
         assert type(choice.amp_and_parallel(parsed(*options), WORLD)[0]) is kind
     # All nodes do the same: one of them has no Apex.
-    monkeypatch.setattr(choice, "gather", lambda mine, _: [mine, "it is missing"])
+    monkeypatch.setattr(world.World, "gather", lambda _, mine: [mine, "it is missing"])
     assert type(choice.amp_and_parallel(parsed(), WORLD)[0]) is o2.Amp
 
 
@@ -196,5 +196,5 @@ def test_precision(monkeypatch, capsys, device, option, fast, sizes, precision, 
     output = capsys.readouterr().out
     assert words in output and bool(words) == bool(output)
     if words == "AMX":  # but another process has none
-        monkeypatch.setattr(amp, "gather", lambda own, world: [own, False])
+        monkeypatch.setattr(world.World, "gather", lambda _, own: [own, False])
         assert amp.autocast_dtype(args, one) is None

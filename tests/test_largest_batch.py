@@ -93,12 +93,12 @@ def test_the_memory_is_filled_but_for_the_margin(monkeypatch, memory, changes, e
 def test_the_fullest_gpu_of_all_processes_decides(monkeypatch):
     """Another one has 4.2 GiB less, and takes 0.5 GiB more."""
 
-    def gather(own, world):
+    def gather(world, own):
         if isinstance(own, tuple):
             return [own, (own[0] - 4.2 * GIB, "poor")]
         return [own, own + 0.5 * GIB]
 
-    monkeypatch.setattr(find_batch, "gather", gather)
+    monkeypatch.setattr(World, "gather", gather)
     # 0.7 + 0.042 * 96 = 4.73; 104 would take 5.07
     how = "takes about 4.73 of 5.43 GiB on poor, which has the least memory"
     gpu = StandInGpu(monkeypatch, 0.2, 0.042)

@@ -213,6 +213,10 @@ def test_the_last_model_is_not_taken_for_the_best_one(tmp_path, monkeypatch, log
     session.stop.error = None
     assert epoch.test_best(session, mock.Mock(), mock.Mock()) is None
     assert re.fullmatch(r"warning: \S+/best.pt is missing: .* with the last model", *logged)
+    session.stop.error = UserError("too many images are unreadable")
+    with pytest.raises(UserError):
+        epoch.test_best(session, mock.Mock(), mock.Mock())
+    session.run.close.assert_called_once_with()  # the store has the last files
 
 
 @pytest.mark.parametrize(("done", "goes_on"), [(2, True), (3, False), (5, False)])
@@ -226,7 +230,7 @@ def test_a_run_that_has_more_epochs_than_it_is_asked_for_is_over(done, goes_on):
 
 
 def test_one_rank_that_waits_for_its_images_makes_all_wait(monkeypatch):
-    monkeypatch.setattr(epoch, "gather", lambda mine, _: [mine, (9.0, 2 * 10**6, 30)])
+    monkeypatch.setattr(World, "gather", lambda _, mine: [mine, (9.0, 2 * 10**6, 30)])
     train = SimpleNamespace(waited=1.0, reading=SimpleNamespace(bytes=10**6, files=10))
     record = epoch.input_record(train, 10.0, World(torch.device("cpu"), 0, 2))
     assert record == {"IO/wait_share": 0.9, "IO/read_mb_s": 0.3, "IO/files_s": 4.0}

@@ -26,7 +26,6 @@ from utils.start.world import (
     World,
     broadcast_from_rank0,
     copy_from_rank0,
-    gather,
     local,
     reshard,
 )
@@ -106,7 +105,7 @@ def save_snapshot(session: Training, is_best: bool = False) -> None:
     began, state, main = time.perf_counter(), session.state, session.world.is_main
     if session.audit:
         compare_weights(session)
-        taken = gather(session.audit.move_to(state.epoch, state.step), session.world)
+        taken = session.world.gather(session.audit.move_to(state.epoch, state.step))
         session.audit.write_taken(taken[: session.world.data_parallel_size])
     content = snapshots.snapshot_of(state, session.run.options, session.loaders.classes, main)
     collecting = time.perf_counter() - began
@@ -124,7 +123,7 @@ def compare_weights(session: Training) -> None:
     state, world = session.state, session.world
     if session.audit is None or state.sharded:
         return
-    checksums = gather(weights_checksum(state.model), world)
+    checksums = world.gather(weights_checksum(state.model))
     audit.check_equal(checksums, state.epoch, state.step)
     position = {"epoch": state.epoch, "step": state.step}
     session.audit.write({**position, "weights": checksums[0]})
@@ -142,7 +141,7 @@ def weights_checksum(model: nn.Module) -> str:
 def has_finite_weights(session: Training) -> bool:
     """Whether all weights are finite; a step with a finite loss may spoil them. Collective."""
     finite = [local(weight).isfinite().all() for weight in session.state.model.parameters()]
-    return all(gather(bool(torch.stack(finite).all()) if finite else True, session.world))
+    return all(session.world.gather(bool(torch.stack(finite).all()) if finite else True))
 
 
 def seed_dropout(session: Session, *position: int) -> None:
@@ -265,7 +264,7 @@ class Meter:
 def input_record(train: TrainBatches, seconds: float, world: World) -> dict[str, float]:
     """The ``IO/...`` tags of all ranks after ``seconds`` of training. Collective."""
     mine = (train.waited, train.reading.bytes, train.reading.files)
-    waited, size, files = zip(*gather(mine, world), strict=True)
+    waited, size, files = zip(*world.gather(mine), strict=True)
     return {
         # One rank that waits for its data makes all others wait for its gradients.
         "IO/wait_share": min(1.0, max(waited) / seconds),
@@ -381,6 +380,7 @@ def test_best(session: Training, predict: Predict, batches: EvalBatches) -> dict
         log.warning(f"{best} is missing: DATA/test is evaluated with the last model")
     test = evaluate_weights(session, predict, batches)
     if session.stop.error is not None:
+        session.run.close()
         raise session.stop.error
     if test is not None:
         report.evaluation("test", test)

@@ -16,7 +16,7 @@ from torch import nn
 
 from utils.session import Session, TrainStep
 from utils.start.errors import UserError
-from utils.start.world import gather, is_sharded, local
+from utils.start.world import is_sharded, local
 
 STEP = 8  # images per device
 FASTEST = 4  # largest factor from one size to the next
@@ -53,7 +53,7 @@ def search(session: Session, train_step: TrainStep, side: int) -> tuple[int, int
     # The optimiser's state (two moments) and the averaged weights are allocated only in training.
     trained = sum(local(w).numel() for w in model.parameters() if w.requires_grad)
     later = 4.0 * trained * (2 + bool(args.ema))
-    limit, node = min(gather((free * (1 - MARGIN) - later, world.node_name), world))
+    limit, node = min(world.gather((free * (1 - MARGIN) - later, world.node_name)))
     step = STEP * count
     images = args.global_batch or session.train.sampler.images / args.accum_steps
     share = images / world.data_parallel_size
@@ -65,7 +65,7 @@ def search(session: Session, train_step: TrainStep, side: int) -> tuple[int, int
     # Do not compile for each size: that would take longer than everything else.
     with torch.compiler.set_stance("force_eager") if args.compile else nullcontext():
         while low < size < high:
-            peak = max(gather(_peak(session, train_step, (size, 3, side, side), devices), world))
+            peak = max(world.gather(_peak(session, train_step, (size, 3, side, side), devices)))
             if peak <= limit:
                 low, seen[size] = size, peak
             else:

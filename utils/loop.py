@@ -18,7 +18,7 @@ from utils.start import errors, progress
 from utils.start.errors import INTERRUPTED, UserError
 from utils.start.option_types import Options, OptionsT
 from utils.start.progress import during
-from utils.start.world import World, broadcast_from_rank0, gather
+from utils.start.world import World, broadcast_from_rank0
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ def begin(session: Session) -> Training:
     args, world, state, run = session.args, session.world, session.state, session.run
     steps = session.train.sampler.steps_per_epoch
     # A line needs sums over all ranks, so rank 0's --print-freq is used by all.
-    print_freq = gather(args.print_freq, world)[0]
+    print_freq = world.gather(args.print_freq)[0]
     # At once after `gather`, which no rank leaves before all have entered it: up to here a signal
     # ends all ranks at once, from here on all train until the next vote.
     limits = (args.train_time, state.elapsed, args.snapshot_minutes)

@@ -30,7 +30,7 @@ from torch import nn
 
 from utils.data.batches import MicroBatch
 from utils.run.ledger import EnergyMeter
-from utils.start.world import World, gather, is_sharded, local
+from utils.start.world import World, is_sharded, local
 
 log = logging.getLogger(__name__)
 
@@ -344,7 +344,7 @@ class Monitor(StepTimer):
         self.joules_then = self.energy.joules
         own = (self.stop(), tags, median(busy) if len(busy) >= ENOUGH else math.inf)
         mine = (*own, self.joules_then)
-        times, tags_of_ranks, medians, joules = zip(*gather(mine, self.world), strict=True)
+        times, tags_of_ranks, medians, joules = zip(*self.world.gather(mine), strict=True)
         self.joules_of_all = list(joules)
         timed = self.of_ranks = [one for one in times if one]
         parts = [part for part in PARTS if timed and part in timed[0]]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from checks.findings import OK, WARNING, Finding
 
 from utils.model import compress, models
-from utils.start.world import World, gather
+from utils.start.world import World
 
 BUCKET = 25 * 2**20  # bytes of gradients that DDP exchanges at once
 SECONDS = 0.5  # for measuring the all-reduce
@@ -38,7 +38,7 @@ def check_network(
             began = time.perf_counter()
             operation()
             durations.append(time.perf_counter() - began)
-        return gather(choose(durations), world)
+        return world.gather(choose(durations))
 
     small, large, hops = torch.zeros(1), torch.zeros(BUCKET // 4), 2 * (args.nodes - 1)
     seconds(lambda: dist.all_reduce(small), 2)

@@ -20,7 +20,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from utils.data.sources import Source
 from utils.start import nvidia, preflight
 from utils.start.errors import UserError
-from utils.start.world import World, gather
+from utils.start.world import World
 
 START = timedelta(minutes=2)  # for a node to import torch when all have joined
 LONG = timedelta(minutes=30)  # listing ImageNet for the first time on a network disk takes minutes
@@ -65,7 +65,7 @@ def check_all(args: argparse.Namespace) -> list[Finding]:
     own += node.check_data(args, (need or 0) * max(1, len(gpus)), sources)
     name = f"node {args.rank} ({socket.gethostname()})"
     report = Report(name, gpus, facts(interface, gpus), own, now, need, list(sources))
-    nodes = gather(report, world)
+    nodes = world.gather(report)
     shown = ", ".join(nodes[0].gpus) or "none"
     findings = [Finding(OK, f"node 0 has torch {torch.__version__}, GPUs: {shown}")]
     for one in nodes:

@@ -28,7 +28,7 @@ from utils.run.snapshots import BEST
 from utils.start.atomic import read_checkpoint
 from utils.start.errors import UserError
 from utils.start.option_types import Options
-from utils.start.world import World, as_state_dict, gather
+from utils.start.world import World, as_state_dict
 
 NEEDED = ("state_dict", "arch", "classes", "preprocessing", "model_args")
 TOP = 5
@@ -171,7 +171,7 @@ def predict(best: Best, args: Options, world: World, all_classes: bool) -> Predi
     if bad.too_many:
         raise bad.error()
     arrays = [torch.cat(one).numpy() for one in zip(*rows, strict=True)] if rows else None
-    parts = [one for one in gather(arrays, world) if one and len(one[0])]
+    parts = [one for one in world.gather(arrays) if one and len(one[0])]
     if not parts:
         raise UserError(f"none of the images in {source.root} could be read", on_every_rank=True)
     columns = [np.concatenate(one) for one in zip(*parts, strict=True)]

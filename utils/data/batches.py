@@ -16,7 +16,7 @@ from utils.data.samplers import UNREADABLE, EvalSampler, TrainSampler
 from utils.data.sources import Source
 from utils.start import progress
 from utils.start.errors import UserError
-from utils.start.world import World, gather
+from utils.start.world import World
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class BadFiles:
 
     def share(self, world: World) -> None:
         """Collect the files of all ranks, so that rank 0's log names each file."""
-        for seen in gather(dict(self.seen), world):
+        for seen in world.gather(dict(self.seen)):
             self.note(list(seen.items()))
 
     def error(self) -> UserError:

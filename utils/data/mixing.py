@@ -11,19 +11,15 @@ process has both. (seed, epoch, step, k) determine how a pair is mixed, so the r
 any number of processes, and a resume needs no saved state.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 from torch import Tensor
 
+from utils.data.batches import Mix
 from utils.data.samplers import TrainSampler
 from utils.start.errors import UserError
 
 _STREAM = 0x6D6978  # makes mixing independent of the sample order, which uses (seed, epoch)
-
-
-Mix = Callable[[Tensor, Tensor, tuple[int, int, int]], tuple[Tensor, Tensor, Tensor]]
 
 
 def build(alphas: tuple[float, float], sampler: TrainSampler, classes: int) -> Mix:

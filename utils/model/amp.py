@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from utils.start.option_types import Options
-from utils.start.world import World, gather
+from utils.start.world import World
 
 # Measured with ResNet-18 on two cores with AMX: a bf16 step took less than half the time of a
 # float32 step at 224 pixels, and more than twice the time at 64.
@@ -28,7 +28,7 @@ def autocast_dtype(args: Options, world: World) -> torch.dtype | None:
     elif choice == "auto":
         largest = max([args.image_size, *args.epoch_sizes])
         faster = has_amx() and largest >= LEAST_FOR_AMX
-        choice = "bf16" if all(gather(faster, world)) else "off"
+        choice = "bf16" if all(world.gather(faster)) else "off"
         if choice == "bf16" and world.is_main:
             print("--amp auto: bf16, as the CPU has AMX (--amp off: float32)", flush=True)
     # By default is_bf16_supported() is also True on a T4, which only emulates bf16, slowly.

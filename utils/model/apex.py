@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from utils.model import amp, o2
 from utils.start.errors import UserError
 from utils.start.option_types import Options
-from utils.start.world import World, gather
+from utils.start.world import World
 
 INSTALL = (
     "install the last Apex that has it (git clone --branch 25.04 https://github.com/NVIDIA/apex, "
@@ -35,7 +35,7 @@ def amp_and_parallel(args: Options, world: World) -> tuple[Any, Any]:
     ``--amp-impl`` chooses; rank 0 prints the choice and its reason.
     """
     # Apex on some of the nodes only: their collectives would not match those of the others.
-    reason = next(filter(None, gather(_why_not(args), world)), None)
+    reason = next(filter(None, world.gather(_why_not(args))), None)
     if world.is_main:
         which = f"plain PyTorch (utils/model/o2.py): {reason}" if reason else "NVIDIA Apex"
         print(f"opt level {args.opt_level} using {which}", flush=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from utils.start.errors import UserError, printable
-from utils.start.world import World, broadcast_from_rank0, gather
+from utils.start.world import World, broadcast_from_rank0
 
 LOCK, OWNER = "run.lock", "owner.txt"
 PATIENCE = 2.0  # seconds; a process that is being killed holds the lock until it has exited
@@ -107,7 +107,7 @@ class Lock:
             time.sleep(0.2)
             with contextlib.suppress(OSError):
                 is_seen = self.owner.read_text() == text
-        nodes = gather((world.node_name, is_seen), world)
+        nodes = world.gather((world.node_name, is_seen))
         if blind := [name for name, sees in nodes if not sees]:
             raise UserError(
                 f"{blind[0]} does not see what {nodes[0][0]} writes into {self.folder}: a job "

@@ -247,11 +247,6 @@ def broadcast_from_rank0(compute: Callable[[], T], world: World) -> T:
     return box[0]
 
 
-def gather(value: T, world: World) -> list[T]:
-    """`World.gather`."""
-    return world.gather(value)
-
-
 def first_on_node(compute: Callable[[], T], world: World) -> T:
     """Compute something in the first process of each node, then in its other processes.
 
@@ -265,7 +260,7 @@ def first_on_node(compute: Callable[[], T], world: World) -> T:
             results.append(compute())
         except UserError as error:
             message = str(error)
-    told = gather((world.node_name, message), world)
+    told = world.gather((world.node_name, message))
     if errors := {node: text for node, text in told if text}:
         node, text = next(iter(errors.items()))
         where = f"on {node}: " if len(errors) < world.nodes else ""
