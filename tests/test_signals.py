@@ -110,7 +110,7 @@ def test_a_stop_before_the_first_step_is_one_line(folder, tmp_path, way, signum,
         assert eventually(lambda: not any(one.lives() for one in run.family))
     assert result.code == 75, result
     (line,) = result.err.strip().splitlines()
-    assert line.endswith(": stopped before training began; nothing to save"), line
+    assert line.endswith(": stopped; there is nothing to save"), line
 
 
 def test_a_tool_that_is_stopped_while_it_loads_torch_prints_no_traceback(tmp_path):

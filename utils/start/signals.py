@@ -103,7 +103,7 @@ def say(signum: int) -> int:
     name = signal.Signals(signum).name
     if _saying.acquire(blocking=False):
         if errors.is_first_to_report():
-            text = f"{name}: stopped before training began; nothing to save\n"
+            text = f"{name}: stopped; there is nothing to save\n"
             with contextlib.suppress(OSError):
                 os.write(2, text.encode())  # print may be what the signal has interrupted
         else:
