@@ -21,16 +21,10 @@ same order as in the extracted folder. Paths in tar files are safe, because noth
 """
 
 import codecs
-import io
 import os
 import re
-import shlex
-import struct
 import sys
-import tarfile
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote_to_bytes
 
@@ -40,44 +34,23 @@ from tqdm import tqdm
 from utils.data import devkit
 from utils.data import list_cache as cache
 from utils.data.list_cache import Listing, is_racy
-from utils.data.sources import (
-    SUFFIXES,
-    SYSTEM_NAMES,
-    THREADS,
-    Archive,
-    Index,
-    is_hidden,
-    open_regular,
+from utils.data.sources import THREADS, Archive, Index, is_hidden
+from utils.data.tar_headers import (
+    COMPRESSED,
+    Tar,
+    compressed_error,
+    sample_key,
+    tar_error,
+    unsupported_error,
 )
-from utils.start.errors import UserError
 
-BLOCK = 512  # bytes; headers and contents begin at multiples of it
 PARTS = {"train": "train(?:ing)?", "val": "val(?:id|idation)?", "test": "test"}
 CLASSES = "classes.txt"
-COMPRESSED = {".gz": "gunzip", ".tgz": "gunzip", ".bz2": "bunzip2", ".xz": "unxz", ".zst": "unzstd"}
-MAGIC = {b"\x1f\x8b": ".gz", b"BZ": ".bz2", b"\xfd7": ".xz", b"(\xb5": ".zst"}
-LARGEST_HEADER = 1 << 20  # limit for a long name or a label, bytes; a path has at most 4096
-HEADER = struct.Struct("100s24x12s12x8s1s188x155s12x")  # name, size, checksum, type, prefix
 RECORD = np.dtype([("file", "<u2"), ("offset", "<i8"), ("bytes", "<i8")])  # for each image
 # The index's name in the cache, which no class can have. The number grows with a change of rules.
 KEPT = "/2"
-_SUFFIXES = tuple(suffix.encode() for suffix in SUFFIXES)
-_SYSTEM = re.compile(
-    b"(?i)(?:^|/)(?:" + b"|".join(re.escape(n.encode()) for n in SYSTEM_NAMES) + b")(?:/|$)"
-)
 
 Record = tuple[int, int, int]  # see `RECORD`
-
-
-def _error(text: str) -> UserError:
-    return UserError(text, on_every_rank=True)
-
-
-def _unsupported(text: str) -> UserError:
-    """The error for a tar file of a kind that is not read."""
-    text += ", which training does not read: extract the images to DATA/train/CLASS/ and "
-    text += "DATA/val/CLASS/, then train on DATA, or make shards of it (scripts/prepare_data.py "
-    return _error(f"{text}shards DATA OUT)")
 
 
 def tar_files(root: Path) -> list[Path]:
@@ -105,7 +78,7 @@ def tar_files(root: Path) -> list[Path]:
     for name in names:
         stem, suffix = os.path.splitext(re.sub(r"\.tgz$", ".tar.tgz", name))
         if suffix in COMPRESSED and any(re.fullmatch(pattern, stem) for pattern in patterns):
-            raise _compressed(folder / name, suffix)
+            raise compressed_error(folder / name, suffix)
     return []
 
 
@@ -115,15 +88,7 @@ def _check_complete(folder: Path, names: list[str]) -> None:
     for prefix, digits, end, count in {(m[1], len(m[2]), m[3], int(m[4])) for m in shards}:
         if missing := {f"{prefix}{i:0{digits}}{end}" for i in range(count)} - set(names):
             text = f"{folder / min(missing)} is missing (one of {count} tar files): finish its"
-            raise _error(f"{text} preparation, or copy it again")
-
-
-def _compressed(path: Path, suffix: str) -> UserError:
-    name, rename = shlex.quote(str(path)), ""
-    if path.suffix == ".tar":  # compressed in spite of its name
-        name, rename = f"{name}{suffix}", f"mv {name} {name}{suffix} && "
-    text = f"{path} is compressed, but images are read from the middle of a tar file"
-    return _error(f"{text}: run `{rename}{COMPRESSED[suffix]} {name}` first")
+            raise tar_error(f"{text} preparation, or copy it again")
 
 
 def class_names(root: Path) -> list[str]:
@@ -158,7 +123,7 @@ def _index_of(root: Path, shows: bool) -> Index:
         for name, stamp in _stamps(root.parent, used).items():
             if stamp != stamps[name]:
                 text = f"{root.parent / name} changed while its headers were read"
-                raise _error(f"{text}: wait until it is complete")
+                raise tar_error(f"{text}: wait until it is complete")
         if settled:
             listing = Listing(data, {"files": stamps, "classes": counts}, {})
             cache.write(root, {KEPT: listing}, shows)
@@ -175,7 +140,7 @@ def _stamps(data: Path, files: list[Path]) -> dict[str, list[int]]:
     try:
         stats = {str(path.relative_to(data)): path.stat() for path in files}
     except OSError as error:
-        raise _error(f"cannot read {error.filename} ({error.strerror})") from None
+        raise tar_error(f"cannot read {error.filename} ({error.strerror})") from None
     return {
         name: [one.st_mtime_ns, one.st_ctime_ns, one.st_size, one.st_ino]
         for name, one in stats.items()
@@ -188,10 +153,10 @@ def _read_table(path: Path) -> list[str]:
     names = text.replace("\r", "").rstrip("\n").split("\n")
     for number, name in enumerate(names):
         if not name or name[0] == "." or "/" in name or "\0" in name:
-            raise _error(f"line {number + 1} of {path} is not the name of a class")
+            raise tar_error(f"line {number + 1} of {path} is not the name of a class")
     if len(set(names)) < len(names):
         double = next(name for name in names if names.count(name) > 1)
-        raise _error(f"{path} has {double} twice: give each class a different name")
+        raise tar_error(f"{path} has {double} twice: give each class a different name")
     return names
 
 
@@ -203,7 +168,7 @@ def _make_index(
     Returns: the number of images by class, sorted by name; and as bytes, first the records of all
     images (by class, then by path), then their paths in the same order, each with a zero byte.
     """
-    tars = [_Tar(path, number, 0, path.stat().st_size) for number, path in enumerate(files)]
+    tars = [Tar(path, number, 0, path.stat().st_size) for number, path in enumerate(files)]
     style = {"unit": "B", "unit_scale": True, "leave": False, "delay": 1}
     style["disable"] = not (shows and sys.stderr.isatty())
     bar = tqdm(desc=f"Indexing {root}", total=sum(tar.end for tar in tars), **style)
@@ -214,7 +179,7 @@ def _make_index(
     by_class = _by_class(root, tars, table)
     if not by_class:
         text = f"{files[0]} has no images in class folders, none with a label beside it (KEY.cls), "
-        raise _error(f"{text}and no tar file for each class")
+        raise tar_error(f"{text}and no tar file for each class")
     counts, records, paths = {}, [], []
     for name in sorted(map(os.fsdecode, by_class)):
         images = sorted(by_class.pop(os.fsencode(name)).items())
@@ -224,7 +189,7 @@ def _make_index(
     return counts, b"".join(records + paths)
 
 
-def _by_class(root: Path, tars: list["_Tar"], table: list[str]) -> dict[bytes, dict[bytes, Record]]:
+def _by_class(root: Path, tars: list[Tar], table: list[str]) -> dict[bytes, dict[bytes, Record]]:
     """Return the path CLASS/NAME and the record of each image, by class.
 
     If images have the same path, the last one counts, as it does when tar files are extracted.
@@ -244,20 +209,20 @@ def _by_class(root: Path, tars: list["_Tar"], table: list[str]) -> dict[bytes, d
             record = (tar.number, offset, size)
             if known and (path := _unquoted(name)).partition(b"/")[0] in known:
                 add(path, record)
-            elif (label := tar.labels.get(_key(name))) is not None:
+            elif (label := tar.labels.get(sample_key(name))) is not None:
                 labelled.append(
                     (_class_of(label, lines, known, tar.where(name)), stem, name, record)
                 )
             elif tar.labels:
-                raise _error(f"{tar.where(name)} has no label beside it (KEY.cls)")
-            elif _key(name) in tar.documents:
-                raise _unsupported(f"{tar.where(name)} has its label in a JSON file")
+                raise tar_error(f"{tar.where(name)} has no label beside it (KEY.cls)")
+            elif sample_key(name) in tar.documents:
+                raise unsupported_error(f"{tar.where(name)} has its label in a JSON file")
             elif b"/" in name:
                 plain[name] = record
             elif re.fullmatch(rb"ILSVRC2012_val_\d{8}\.JPEG", name):
                 val_labels = val_labels or devkit.val_labels(root.parent)
                 if name.decode() not in val_labels:
-                    raise _error(f"the class of {name.decode()} is not known")
+                    raise tar_error(f"the class of {name.decode()} is not known")
                 add(val_labels[name.decode()].encode() + b"/" + name, record)
             elif root.is_dir():
                 plain[stem + b"/" + name] = record
@@ -277,7 +242,7 @@ def _by_class(root: Path, tars: list["_Tar"], table: list[str]) -> dict[bytes, d
                 classes.setdefault(folder[len(top) :].partition(b"/")[0], {})
         if len(classes) == 1 and plain and all(name[len(top) :].count(b"/") > 1 for name in plain):
             folder = os.fsdecode(top + next(iter(classes)))
-            raise _unsupported(f"{tars[0].path} has its classes inside the folder {folder}")
+            raise unsupported_error(f"{tars[0].path} has its classes inside the folder {folder}")
     return classes
 
 
@@ -285,12 +250,6 @@ def _unquoted(name: bytes) -> bytes:
     """Return the original path that `scripts/prepare_data.py shards` has encoded as ``name``."""
     path = unquote_to_bytes(name) if b"%" in name else name
     return name if b"\0" in path else path
-
-
-def _key(name: bytes) -> bytes:
-    """Return the part of the name that all files of a WebDataset sample share."""
-    folder, slash, file = name.rpartition(b"/")
-    return folder + slash + file.partition(b".")[0]
 
 
 def _class_of(label: bytes, lines: list[bytes], known: set[bytes], where: str) -> bytes:
@@ -307,146 +266,4 @@ def _class_of(label: bytes, lines: list[bytes], known: set[bytes], where: str) -
     elif label in known or (not lines and not re.search(rb"^\.|[/\0\n]", label)):
         return label
     text = f"{where} has the label {os.fsdecode(label[:40])}"
-    raise _error(f"{text}, which is neither a line number of {CLASSES} nor a class")
-
-
-# ---- headers
-
-
-class _File(io.FileIO):
-    """A tar file from which tarfile reads headers."""
-
-    def __init__(self, path: Path):
-        super().__init__(path, opener=open_regular)
-
-    def read(self, size: int | None = None, /) -> bytes:
-        """Read ``size`` bytes. Raises: EOFError if fewer are left; ValueError for a bad size."""
-        if size is None or not 0 <= size <= LARGEST_HEADER:
-            raise ValueError
-        if len(data := super().read(size)) < size:
-            raise EOFError
-        return data
-
-
-@dataclass
-class _Tar:
-    """A tar file, or one inside it, from byte ``start`` to ``end``. All names are normalised."""
-
-    path: Path
-    number: int
-    start: int
-    end: int
-    prefix: bytes = b""  # put before all names: an inner tar file's own name, without .tar
-    images: dict[bytes, tuple[int, int]] = field(default_factory=dict)  # name: offset, bytes
-    labels: dict[bytes, bytes] = field(default_factory=dict)  # key: text of the label
-    documents: set[bytes] = field(default_factory=set)  # keys of JSON files
-    folders: set[bytes] = field(default_factory=set)
-    inner: list["_Tar"] = field(default_factory=list)
-
-    def where(self, name: bytes) -> str:
-        """Return the name of a file in it, or of the tar file itself (b""), for messages."""
-        return os.path.join(self.path, os.fsdecode(name)) if name else str(self.path)
-
-    def read(self, bar: tqdm) -> None:
-        """Read all headers. Raises: `UserError`."""
-        self.folders |= {self.prefix} if self.prefix else set()
-        try:
-            with _File(self.path) as file:
-                self._read(file, bar)
-        except OSError as error:
-            raise _error(f"cannot read {self.path} ({error.strerror or error})") from None
-
-    def _read(self, file: _File, bar: tqdm) -> None:
-        """Read all headers. Raises: OSError; `UserError`."""
-        for member in self._members(file):
-            name, size = _bytes(member.name), member.size if member.isreg() else 0
-            name = _normalised(self.prefix + b"/" + name if self.prefix else name)
-            first, lower = member.offset_data, name.lower()
-            is_tar = lower.endswith(b".tar") and not self.prefix
-            bar.update(BLOCK if is_tar else BLOCK + size)
-            if lower.endswith(_SUFFIXES):
-                if member.islnk() or member.issym():
-                    raise _unsupported(f"{self.where(name)} is a link")
-                self.images[name] = first, size
-            elif member.isdir() and name:
-                self.folders.add(name)
-            elif is_tar:
-                inner = _Tar(self.path, self.number, first, first + size, name[:-4])
-                self.inner.append(inner)
-            elif lower.endswith(b".cls") and size <= LARGEST_HEADER:
-                if label := os.pread(file.fileno(), size, first).strip():
-                    self.labels[_key(name)] = label
-            elif lower.endswith(b".json"):
-                self.documents.add(_key(name))
-            elif lower.endswith((b".tar.gz", b".tgz")):
-                text = f"{self.where(name)} is a compressed tar file in another: extract"
-                raise _error(f"{text} {self.path} and run gunzip on these")
-
-    def _members(self, file: _File) -> Iterator[tarfile.TarInfo]:
-        """Yield the members in order.
-
-        Iterating over a TarFile would keep all members in memory and treat a damaged header as the
-        end. Raises: `UserError` if the tar file is damaged or incomplete, or contains sparse files.
-        """
-        offset, where = self.start, self.where(self.prefix)
-        try:
-            file.seek(offset)
-            tar = tarfile.TarFile(fileobj=file, encoding="utf-8", errors="surrogateescape")
-            while True:
-                if offset + BLOCK > self.end:
-                    raise EOFError
-                file.seek(offset)
-                header = file.read(BLOCK)
-                member = _plain_file(header)
-                if member and not tar.pax_headers:  # these can override a header
-                    member.offset_data = offset + BLOCK
-                    tar.offset = offset + BLOCK - (-member.size // BLOCK) * BLOCK
-                elif not header.strip(b"\0"):  # the end
-                    return
-                else:
-                    file.seek(offset)
-                    member = tarfile.TarInfo.fromtarfile(tar)
-                if member.size < 0 or tar.offset <= offset:
-                    raise ValueError
-                offset = tar.offset
-                if member.issparse():
-                    raise _unsupported(f"{where} contains the sparse file {member.name}")
-                yield member
-        except EOFError:
-            text = f"{where} ends before its last file does, after {self.end - self.start:,} bytes"
-            raise _error(f"{text}: the copy is incomplete, copy it again") from None
-        except (tarfile.TarError, ValueError, LookupError, RecursionError):
-            if offset > self.start:
-                text = f"{where} is damaged at byte {offset - self.start:,}: copy it again"
-                raise _error(text) from None
-            if not self.prefix and (suffix := MAGIC.get(os.pread(file.fileno(), 2, 0))):
-                raise _compressed(self.path, suffix) from None
-            raise _error(f"{where} is not a tar file") from None
-
-
-def _plain_file(header: bytes) -> tarfile.TarInfo | None:
-    """Parse the ``header`` of a regular file; None for others. tarfile is slower."""
-    name, size, checksum, kind, prefix = HEADER.unpack(header)
-    try:
-        expected = int(checksum.rstrip(b"\0 "), 8)  # of the header with blanks in its place
-        if kind != b"0" or prefix.strip(b"\0") or sum(header) - sum(checksum) + 256 != expected:
-            return None
-        member = tarfile.TarInfo(name.partition(b"\0")[0].decode("utf-8", "surrogateescape"))
-        member.size = int(size.rstrip(b"\0 "), 8)
-        return member
-    except ValueError:
-        return None
-
-
-def _normalised(name: bytes) -> bytes:
-    """Remove leading, empty, "." and ".." parts of a path in a tar file; b"" if it is hidden."""
-    is_plain = name[:1] not in b"./" and b"/." not in name and b"//" not in name
-    if is_plain and not _SYSTEM.search(name):
-        return name.rstrip(b"/")
-    parts = [part for part in name.split(b"/") if part not in (b"", b".", b"..")]
-    return b"" if any(is_hidden(os.fsdecode(part)) for part in parts) else b"/".join(parts)
-
-
-def _bytes(name: str) -> bytes:
-    """Return a name as stored in the tar file, up to a zero byte."""
-    return name.encode("utf-8", "surrogateescape").partition(b"\0")[0]
+    raise tar_error(f"{text}, which is neither a line number of {CLASSES} nor a class")
