@@ -75,7 +75,7 @@ from utils.data import wordnet
 from utils.data.opening import has_classes
 from utils.data.sources import SUFFIXES, is_hidden
 from utils.run.console import Console
-from utils.run.run_directory import OPTIONS
+from utils.run.run_folder import OPTIONS
 from utils.run.snapshots import BEST
 from utils.start import errors
 from utils.start.errors import UserError, printable

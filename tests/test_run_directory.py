@@ -23,7 +23,8 @@ from torchvision.models import get_model
 
 from utils import epoch, loop, report
 from utils.run import run_directory
-from utils.run.run_directory import Run, RunFolder, checkpoint_file, choose
+from utils.run.run_directory import Run, checkpoint_file, choose
+from utils.run.run_folder import RunFolder
 from utils.run.stopping import Reason
 from utils.start import errors
 from utils.start.errors import INTERRUPTED, UserError

@@ -19,7 +19,7 @@ from joined import Job, run_jobs
 from preparing import devkit_bytes, put, tar_bytes
 from running import assert_same_weights
 
-from utils.data import tars
+from utils.data import tar_headers
 from utils.data.images import ImageBatches
 from utils.data.opening import check_same_classes, class_folders, has_part, open_source
 from utils.start.errors import UserError
@@ -451,7 +451,7 @@ def test_a_pipe_is_not_waited_for_and_a_failing_disk_is_named(tmp_path, monkeypa
     (tmp_path / "train.tar").unlink()
     put(tmp_path, {"train.tar": of_members(member("a/1.jpg"))})
     # A descriptor that cannot be read stands for a disk that cannot.
-    monkeypatch.setattr(tars, "open_regular", lambda path, _: os.open(path, os.O_WRONLY))
+    monkeypatch.setattr(tar_headers, "open_regular", lambda path, _: os.open(path, os.O_WRONLY))
     with pytest.raises(UserError, match=r"cannot read .*train\.tar \(Bad file descriptor\)"):
         source(tmp_path)
 

@@ -11,7 +11,7 @@ from compare.page import Chart, drawing
 from compare.palette import styles
 from results.predictions import Best, Predictions
 
-from utils.run.run_directory import SUMMARY
+from utils.run.run_folder import SUMMARY
 from utils.start.errors import UserError
 
 Z = 1.959964  # quantile for a 95 % interval
