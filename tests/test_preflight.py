@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT, python, shell
+from joined import command
 from running import Running, eventually, free_port
 
 from utils import loop, report
@@ -37,10 +38,10 @@ def port() -> int:
 def line(port):
     """Gives the command of the check, which the wrappers run before torchrun."""
 
-    def command(rank, nodes=2, processes=1, wait=60, master=HERE):
+    def check(rank, nodes=2, processes=1, wait=60, master=HERE):
         return f"python -m utils.start.preflight {rank} {nodes} {processes} {master}:{port} {wait}"
 
-    return command
+    return check
 
 
 def begun(line: str) -> Running:
@@ -149,6 +150,22 @@ def test_a_node_that_leaves_is_waited_for_and_the_end_of_node_0_ends_all(line, s
         first.send(signum)
         assert first.result().code == code
         stays.result().fails_with(words)
+
+
+@pytest.mark.parametrize(
+    ("bad", "words", "error"),
+    [
+        (0, ["/nowhere"], "data folder /nowhere is missing"),
+        (1, ["--dummy", "-a", "nosuch"], "unknown arch 'nosuch'"),  # torch has been imported
+    ],
+)
+def test_a_node_that_fails_before_the_check_tells_the_others_why(line, port, bad, words, error):
+    place = ["--nodes", 3, "--node-rank", bad, "--dist-url", f"tcp://{HERE}:{port}"]
+    with begun(line(1 - bad, nodes=3)) as first, begun(line(2, nodes=3)) as other:
+        first.until("node 2. has joined" if bad else "waiting for the master")
+        command("imagenet_ddp", *place, *words).fails_with(f"error: {error}")
+        for waited in (first, other):
+            waited.result().fails_with(f"(node {bad}): {error}")
 
 
 OTHER_TORCH = "Metadata-Version: 2.1\nName: torch\nVersion: 1.99.0\n"

@@ -5,6 +5,7 @@ imports torch at its top, so that ``--help`` and wrong options are answered at o
 """
 
 import argparse
+import contextlib
 import os
 import shlex
 import sys
@@ -57,9 +58,11 @@ def check(parser: types.Parser) -> None:
     """
     errors.tolerate_broken_pipe()
     try:
-        args = _read(parser, sys.argv[1:], local=True)
-        if not args.dummy:
-            opening.check_parts(Path(args.data), [args.part] if args.evaluate else ["train", "val"])
+        with _shared(parser):
+            args = _read(parser, sys.argv[1:], local=True)
+            if not args.dummy:
+                parts = [args.part] if args.evaluate else ["train", "val"]
+                opening.check_parts(Path(args.data), parts)
     except UserError as error:
         launch.exit_now(errors.report(error))
     launch.print_first_line()
@@ -70,12 +73,15 @@ def parse(parser: types.Parser, words: Sequence[str] | None = None, local: bool 
 
     Without ``local`` the options are for other machines: files that they name may be missing here.
     """
+    if words is None:
+        with _shared(parser):
+            return parse(parser, sys.argv[1:], local)
     # Not at the top: a script imports this module, and calls `check`, before it imports torch.
     import torch
 
     from utils.model import models, pretrained_weights
 
-    args = _read(parser, sys.argv[1:] if words is None else words, local)
+    args = _read(parser, words, local)
     models.check_name(args.arch)
     if local and args.find_batch and not torch.cuda.is_available():
         text = "--find-batch measures the memory of GPUs, and there is none"
@@ -96,6 +102,17 @@ def parse(parser: types.Parser, words: Sequence[str] | None = None, local: bool 
         tracker.check()
     args.memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
     return Options(**vars(args))
+
+
+@contextlib.contextmanager
+def _shared(parser: types.Parser) -> Iterator[None]:
+    """An error of this node alone, such as a missing file, also ends the others, which wait."""
+    try:
+        yield
+    except UserError as error:
+        if "--nodes" in parser.option_names and "LOCAL_RANK" not in os.environ:
+            launch.end_all_nodes(error)
+        raise
 
 
 def _read(parser: types.Parser, words: Sequence[str], local: bool) -> argparse.Namespace:

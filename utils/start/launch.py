@@ -30,6 +30,7 @@ from utils.start.errors import INTERRUPTED, LOST_PEER, UserError, printable
 from utils.start.option_types import (
     Options,
     OptionsT,
+    Parser,
     count,
     from_environment,
     port,
@@ -40,6 +41,7 @@ from utils.start.orphans import LAUNCHER, die_with_launcher
 
 MARKER = "IMAGENET_SUITE"  # environment variable by which scripts/cleanup.sh recognises us
 GRACE_SECONDS = 15.0  # for the others to exit once one process has failed
+TELL_SECONDS = 30.0  # for other nodes to import torch and come to the pre-flight check
 MOST_FILES = 2**20  # some programs go through all numbers up to the limit
 # Options of ulimit, and the minimum below which torch aborts or hangs.
 LIMITS = {"-n": (resource.RLIMIT_NOFILE, 64), "-v": (resource.RLIMIT_AS, 2**32)}
@@ -337,7 +339,9 @@ def run(worker: Callable[[OptionsT], int], args: OptionsT) -> int:
     visible = torch.cuda.device_count()
     processes = args.gpus or max(visible, 1)
     if visible and processes > visible:
-        raise UserError(f"-g {processes} is too large: GPUs of this node: {visible}")
+        error = UserError(f"-g {processes} is too large: GPUs of this node: {visible}")
+        end_all_nodes(error)
+        raise error
     if nodes > 1:
         preflight.meet(rank, nodes, processes, (host, number), args.dist_timeout)
     else:
@@ -350,6 +354,24 @@ def run(worker: Callable[[OptionsT], int], args: OptionsT) -> int:
     if processes > 1:
         print(f"starting {processes} processes on this node", flush=True)
     return supervise(worker, args, ranks)
+
+
+def end_all_nodes(error: UserError) -> None:
+    """Before the pre-flight check: report ``error`` of this node alone, such as a missing file, to
+    the nodes that wait for it, too, and exit. Return if there are no other nodes."""
+    parser = Parser(add_help=False, allow_abbrev=False)
+    add_options(parser)
+    args: Any = parser.parse_known_args()[0]
+    try:
+        rank, nodes, master = _node(args)
+    except UserError:
+        return
+    if nodes > 1:
+        code = errors.report(error)
+        print(f"telling the other nodes, for at most {TELL_SECONDS:g} s", flush=True)
+        with contextlib.suppress(UserError, OSError):
+            preflight.meet(rank, nodes, 1, master, TELL_SECONDS, error)
+        exit_now(code)
 
 
 def note_copies() -> None:

@@ -38,6 +38,7 @@ SILENT = 12.0  # seconds to wait for a master that is known to be running
 PORTS = 2  # ports to try on each node: one alone may be open in the firewall by chance
 TRIES, TRY_SECONDS = 32, 2.0  # parallel connection attempts of a node, and their timeout
 LONGEST = 2**20  # maximum size of a message, bytes
+FAILED = "failed"  # fact of a node that cannot train: why
 SIZES = 1000  # files whose sizes are compared
 PROCESSES = "number of processes per node"
 NODES = "number of nodes (--nodes, WORLD_SIZE or NODES)"
@@ -47,12 +48,20 @@ OPEN_PORTS = "open all TCP ports between the nodes, in both directions"
 Facts = dict[str, Any]
 
 
-def meet(rank: int, nodes: int, processes: int, master: tuple[str, int], wait: float) -> None:
+def meet(
+    rank: int,
+    nodes: int,
+    processes: int,
+    master: tuple[str, int],
+    wait: float,
+    failed: UserError | None = None,
+) -> None:
     """Return when all ``nodes`` have joined and agree. This is node ``rank``, with ``processes``.
 
     ``master`` is node 0's host and port. Raises: `UserError` on every node if a node does not join
     within ``wait`` seconds, if ranks or counts contradict each other, if nodes differ in code or
-    torch version, or if ports between them are closed.
+    torch version, or if ports between them are closed. ``failed``: why this node cannot train. The
+    others, and this one, then end with this error.
     """
     import importlib.metadata  # not at the top: it takes longer than the rest of a script's start
 
@@ -64,7 +73,7 @@ def meet(rank: int, nodes: int, processes: int, master: tuple[str, int], wait: f
         raise known_errors.explain(error) or error from None
     me: Facts = {"rank": rank, "nodes": nodes, "host": host, "name": f"{host} (node {rank})"}
     me["agree"] = agree
-    instead = None
+    instead, more = failed, {FAILED: str(failed)} if failed else {}
     with contextlib.ExitStack() as stack:
         doors = [stack.enter_context(_listen(0)) for _ in range(PORTS)]  # the kernel answers
         me["ports"] = [door.getsockname()[1] for door in doors]
@@ -72,18 +81,20 @@ def meet(rank: int, nodes: int, processes: int, master: tuple[str, int], wait: f
             say(f"note: {master[0]} is this machine: does node 0 run here, too?")
         elif rank == 0 and not is_here:
             text = f"{master[0]} is not an address of this machine, {host}: the master's address "
-            instead = UserError(text + "must be that of node 0")
+            instead = failed or UserError(text + "must be that of node 0")
         elif rank == 0:
             try:
                 server = stack.enter_context(_listen(master[1]))
                 # Without shutdown, a thread that waits in accept() keeps the port open.
                 stack.callback(server.shutdown, socket.SHUT_RDWR)
             except OSError:
-                instead = port_in_use(*master, SAME_PORT)
+                instead = failed or port_in_use(*master, SAME_PORT)
             else:
-                Leader(me, master, server).lead(Clock(wait))
+                leader = Leader(me, master, server)
+                leader.nodes[0] |= more
+                leader.lead(Clock(wait))
                 return
-        follow(me, master, wait, instead)
+        follow(me | more, master, wait if failed or not instead else 1.0, instead)
 
 
 class Clock:
@@ -204,11 +215,14 @@ class Leader:
             say(f"{node['name']} has joined from {node['address']}")
 
     def _gather(self, clock: Clock) -> None:
-        """Wait until all nodes have joined. Raises: `UserError`."""
+        """Wait until all nodes have joined, or one has failed. Raises: `UserError`."""
         total = self.nodes[0]["nodes"]
         while missing := [str(rank) for rank in range(total) if rank not in self.nodes]:
+            is_over = clock.seconds >= clock.limit
+            if (failed := self._failures()) and (is_over or FAILED not in self.nodes[0]):
+                break  # if this node has failed, the others have to join to hear of it
             names = f"node{'s' * (len(missing) > 1)} {', '.join(missing)} of {total}"
-            if clock.seconds >= clock.limit:
+            if is_over:
                 raise UserError(
                     f"{names} did not connect to {self.there} within {clock.limit:g} s: is "
                     "training started there, with this address, and does the firewall let the "
@@ -217,6 +231,11 @@ class Leader:
             if line := clock.line(f"waiting at {self.there} for {names}"):
                 self._tell_all(print=line)
             self._step()
+        if failed := self._failures():
+            raise UserError(failed[0])
+
+    def _failures(self) -> list[str]:
+        return [f"{one['name']}: {one[FAILED]}" for one in self.nodes.values() if FAILED in one]
 
     def _compare(self, everyone: list[Facts]) -> None:
         """Compare the nodes and try their ports. Raises: `UserError` if they cannot train."""
@@ -251,7 +270,7 @@ def follow(me: Facts, master: tuple[str, int], wait: float, instead: UserError |
     text = f"what answers at {there} is not node 0 of this job ({{}}): does another program use "
     text += f"this port? If so, choose another {SAME_PORT} on every node"
     try:
-        connection = connect(*master, 1.0 if instead else wait, sys.stdout)
+        connection = connect(*master, wait, sys.stdout)
         with connection, connection.makefile("rb") as file:
             connection.settimeout(PATIENCE)
             send(connection, **me)
