@@ -293,6 +293,16 @@ def test_what_differs_ends_every_node_with_one_error(folder, tmp_path):
     assert noted in results[0][-1] and noted not in results[1][-1]
 
 
+def test_a_process_whose_torchrun_was_there_waits_less_for_node_0(clean):
+    os.environ.update(LAUNCHED, LOCAL_WORLD_SIZE="1", LOCAL_RANK="0")
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    clean.setattr(preflight, "PATIENCE", 3.0)
+    calls = mock.Mock(**{"connect.side_effect": UserError("refused")})
+    with pytest.raises(UserError, match=r"^torchrun on node 0 cannot be reached any more") as error:
+        join(clean, 0, calls, sync_bn=False)
+    assert (error.value.code, calls.connect.call_args.args[2]) == (69, 3.0)
+
+
 def test_messages_of_a_lost_peer():
     """More of them: test_elastic."""
     for message in (

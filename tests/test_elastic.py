@@ -3,6 +3,7 @@
 What the launcher over ssh does about them, test_job.py tests.
 """
 
+import contextlib
 import multiprocessing
 import os
 import re
@@ -163,6 +164,31 @@ def test_a_rank_that_is_stopped_while_it_waits_for_others_ends_those_that_wait(m
         told, own = pool.map(join, (0, 1))
     assert own == "SIGTERM"
     assert told == f"on {socket.gethostname()}: SIGTERM has stopped it; run the same command again"
+
+
+@pytest.mark.parametrize("restarts", ["0", "1"])
+def test_a_rank_that_fails_before_it_comes_tells_the_others_why(monkeypatch, restarts):
+    """Unless the job is elastic, and may go on without it."""
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    env = alone() | {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": restarts}
+    address = ("127.0.0.1", int(env["MASTER_PORT"]))
+
+    def answers() -> bool:
+        with contextlib.suppress(OSError):
+            socket.create_connection(address).close()
+            return True
+        return False
+
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(meeting.meet_all, address, 0, 2, 30.0)
+        assert eventually(answers)
+        command("imagenet_ddp", "/nowhere", **env).fails_with("data folder /nowhere is missing")
+        if restarts == "1":
+            assert meeting.meet_all(address, 1, 2, 30.0) and waits.result()
+        else:
+            with pytest.raises(UserError, match=r"^on \S+: data folder /nowhere is miss") as error:
+                waits.result()
+            assert error.value.code == 69
 
 
 @pytest.mark.parametrize("more", [(), NAMED[:2], (*NAMED, "--start-epoch", "1")])

@@ -110,7 +110,11 @@ def _shared(parser: types.Parser) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        if "--nodes" in parser.option_names and "LOCAL_RANK" not in os.environ:
+        if "LOCAL_RANK" in os.environ:
+            from utils.start import meeting
+
+            meeting.tell_others(error)
+        elif "--nodes" in parser.option_names:
             launch.end_all_nodes(error)
         raise
 

@@ -101,6 +101,16 @@ def failing_together(name: str, size: int, on_store_node: bool, seconds: float) 
         over.set()
 
 
+def tell_others(error: UserError) -> None:
+    """End the processes that wait for this one in the store, to which it does not come."""
+    with suppress(UserError, OSError, RuntimeError, KeyError, ValueError):  # no job, or no store
+        rank, size, here = (int(os.environ[n]) for n in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+        if here < size and not is_elastic():  # otherwise torchrun knows what to do
+            signs = Signs(_store_prefix(), END_SECONDS)
+            signs.set(FAILED, f"on {socket.gethostname()}: {error}")
+            _leave(signs.store, size if rank < here else 0)
+
+
 @contextmanager
 def explained(rank: int, size: int, address: tuple[str, int], seconds: float) -> Iterator[None]:
     """Raise `UserError` for an error of torch that keeps this process from joining the job."""

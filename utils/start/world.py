@@ -171,9 +171,14 @@ def _join(args: Options) -> World:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
     rank, size, local_rank, local_size, port = (int(os.environ[name]) for name in names)
     master, nodes, seconds = os.environ["MASTER_ADDR"], size // local_size, args.dist_timeout
+    in_agent = meeting.is_store_in_agent()  # which was there before its processes
+    wait = min(seconds, preflight.PATIENCE) if in_agent else seconds
     try:
-        preflight.find_master(rank, nodes, (master, port), seconds)
+        preflight.find_master(rank, nodes, (master, port), wait)
     except UserError as error:
+        if in_agent:
+            text = "torchrun on node 0 cannot be reached any more: look at what it has printed"
+            raise UserError(text, True, LOST_PEER) from None
         if nodes > 1:
             raise UserError(str(error), error.on_every_rank, LOST_PEER) from None
         raise meeting.missing_ranks([0], size, seconds) from None
