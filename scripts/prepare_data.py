@@ -96,7 +96,7 @@ def build_parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         for dest, help_text in places.items():
             metavar = "DATA" if dest == "source" or name == "split" else "OUT"
-            command.add_argument(dest, type=Path, metavar=metavar, help=help_text)
+            command.add_argument(dest, type=place, metavar=metavar, help=help_text)
 
         def option(flag: str, text: str, default: Any = None, kind: Any = positive, **more) -> None:
             more = {"metavar": "N", "type": kind, "default": default, "help": text} | more

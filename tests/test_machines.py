@@ -36,14 +36,16 @@ def test_a_start_says_so_and_sets_up_openmp_before_torch_is_imported(line, folde
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_a_user_without_home_and_name_leaves_no_folder_in_the_working_directory():
     """As in ``docker run --user 12345``."""
-    code = "import getpass, os; from utils.start import launch; os.setuid(12345); launch.prepare()"
+    code = "import getpass, os; from utils.start import launch; from ssh import hosts; "
+    code += "os.setuid(12345); hosts.add_node_options(hosts.make_parser('doctor.sh', None)); "
+    code += "launch.prepare()"
     code += "; home = os.environ['HOME']; print(home, getpass.getuser(), os.stat(home).st_uid)"
     unset = "unset HOME USER LOGNAME LNAME USERNAME"
     with tempfile.TemporaryDirectory() as here:  # pytest's folders are closed to other users
         os.chmod(here, 0o777)
         for _ in range(2):  # the second one finds the folder of the first
             line = f'{unset}; cd {here}; exec python -c "{code}"'
-            (done,) = shell(line, PYTHONPATH=str(ROOT), TMPDIR=here)
+            (done,) = shell(line, PYTHONPATH=f"{ROOT}:{ROOT}/scripts", TMPDIR=here)
             assert done.out == f"{here}/home_12345 uid12345 12345\n", done
         assert os.listdir(here) == ["home_12345"]
 

@@ -185,6 +185,7 @@ def test_every_image_lands_in_its_class(tmp_path, monkeypatch, layout):
         files = {path.stat().st_ino for path in source.rglob("*.JPEG")}
         assert {(out / name).stat().st_ino for name in expected()} <= files
     succeed("shards", "~/source", "~/shards")
+    assert "no folder ~nobody-here/x" in fail("split", "~nobody-here/x", "--val", 0.2)
     assert folder_of(tmp_path / "shards") == expected()
     before = times(out)
     shutil.rmtree(source)

@@ -135,7 +135,7 @@ def _labelled(flat: Path, lists: Path) -> dict[str, Path]:
 
 def check_apart(source: Path, out: Path) -> tuple[Path, Path]:
     """Resolve both paths. Raises: `UserError` if they are equal or one contains the other."""
-    source, out = source.expanduser().resolve(), out.expanduser().resolve()
+    source, out = source.resolve(), out.resolve()
     if source in (out, *out.parents) or out in source.parents:
         raise UserError(f"{source} and {out} overlap; choose another folder for the copy")
     return source, out

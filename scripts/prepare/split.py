@@ -38,7 +38,7 @@ CLASS_COLUMNS = {"class", "label", "category"}
 
 def split_folder(args: argparse.Namespace) -> None:
     """Run `split`. Raises: `UserError` before anything has moved, or if a move fails."""
-    data: Path = args.out.expanduser()
+    data: Path = args.out
     if not data.is_dir():
         raise UserError(f"there is no folder {data}")
     with _locked(data):

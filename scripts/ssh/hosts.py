@@ -166,7 +166,7 @@ def make_parser(prog: str, text: str | None, usage: str | None = None) -> Parser
 
 def add_node_options(parser: argparse.ArgumentParser) -> None:
     """Add options about the nodes: folder of the code, Python, environment, time to stop."""
-    add, home = parser.add_argument, Path.home()
+    add, home = parser.add_argument, Path(os.path.expanduser("~"))  # "~" without a home
     # The default is the folder here; relative to the home directory if it is inside.
     here = str(ROOT.relative_to(home) if ROOT.is_relative_to(home) else ROOT)
     add("--dir", type=from_home, default=here, help="folder of this code on the nodes")
