@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torchrun
 from joined import in_processes
 
-from utils.start import gpu_check, launch, meeting, preflight, world
+from utils.start import agreement, gpu_check, launch, meeting, preflight, world
 from utils.start.errors import UserError
 
 MASTER = {"MASTER_ADDR": "b", "MASTER_PORT": "8"}
@@ -151,7 +151,7 @@ def join(patch, visible: int, calls: mock.Mock, sync_bn: bool) -> world.World:
     patch.setattr(dist, "destroy_process_group", lambda: None)
     patch.setattr(world.socket, "create_connection", mock.Mock(side_effect=OSError))  # no signs
     patch.setattr(world.nccl, "version", lambda: (2, 1))
-    patch.setattr(preflight, "compare_processes", lambda *_: [])
+    patch.setattr(agreement, "compare_processes", lambda *_: [])
     args = SimpleNamespace(dist_backend=None, dist_timeout=9.0, sync_bn=sync_bn)
     with world.process_group(args) as joined:
         return joined
@@ -263,8 +263,8 @@ def _ends(lines: list[tuple], folder: Path, rank: int, size: int) -> list[str]:
             mock.patch.object(dist, "init_process_group", how),
             mock.patch.object(preflight, "connect"),
             mock.patch.object(meeting, "meet_all", return_value=None),
-            mock.patch.object(preflight, "code", return_value={"a.py": facts["code"]}),
-            mock.patch.object(preflight, "release", return_value=facts["release"]),
+            mock.patch.object(agreement, "code", return_value={"a.py": facts["code"]}),
+            mock.patch.object(agreement, "release", return_value=facts["release"]),
             mock.patch.object(models, "build", side_effect=Built),
             contextlib.redirect_stdout(io.StringIO()) as said,
         ):

@@ -172,7 +172,7 @@ def test_files_are_counted_and_bad_ones_named_and_limited(index, logged, monkeyp
     assert batches.waited == 0
     assert set(bad.seen) == {4, 5, 15} and not bad.too_many and len(logged) == 3
     assert all(any(index.path(i) in line for line in logged) for i in (4, 5, 15))
-    monkeypatch.setattr("utils.data.batches.gather", lambda seen, _: [seen, {0: "of another rank"}])
+    monkeypatch.setattr(World, "gather", lambda _, seen: [seen, {0: "of another rank"}])
     bad.share(World(TO[0]))
     assert bad.too_many and index.path(0) in logged[-1]
     spoil(index, *set(EVERY) - {15})
@@ -231,7 +231,7 @@ def build(root, *words, **world):
         patch.setattr("sys.argv", line)
         patch.setattr(loaders, "first_on_node", lambda call, _: call())
         patch.setattr(loaders, "broadcast_from_rank0", lambda call, _: call())
-        patch.setattr(loaders.preflight, "compare_data", lambda *_: None)
+        patch.setattr(loaders.agreement, "compare_data", lambda *_: None)
         args = options.parse(options.build_parser("", ""))
         return loaders.build_loaders(args, World(TO[0], **world), torch.float32)
 

@@ -170,7 +170,7 @@ def test_what_a_gpu_trains_and_the_disk_that_a_run_needs(monkeypatch):
     options |= {"image_size": 600, "arch": "efficientnet_b7"}
     rate = one_node.images_per_gpu(argparse.Namespace(**options), ["Tesla T4"])
     assert rate == pytest.approx(400 * 4.09 / 37.75, rel=0.01)
-    monkeypatch.setattr(one_node.preflight, "interface_towards", lambda _: None)
+    monkeypatch.setattr(one_node.addresses, "interface_towards", lambda _: None)
     for free, levels in ((4e9, [WARNING, None]), (4e8, [ERROR, WARNING]), (6e9, [None, None])):
         usage = SimpleNamespace(free=free)
         monkeypatch.setattr(one_node.shutil, "disk_usage", lambda _, usage=usage: usage)
@@ -236,7 +236,7 @@ def test_the_parts_of_a_data_set(tmp_path):
 def test_an_interface_that_does_not_lead_to_node_0(monkeypatch, chosen, wrong):
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", chosen)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setattr(one_node.preflight, "interface_towards", lambda _: "eth0")
+    monkeypatch.setattr(one_node.addresses, "interface_towards", lambda _: "eth0")
     args = argparse.Namespace(master="x", rank=1, output_dir="runs")
     found = [x.text for x in one_node.check_machine(args, []) if "IFNAME" in x.text]
     words = f": NCCL_SOCKET_IFNAME chooses {chosen}, but eth0 leads to node 0"

@@ -46,7 +46,7 @@ def test_energy_of_all_ranks(monkeypatch):
     for name in ("utilization", "temperature", "device_memory_used", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda _: 1)
     monkeypatch.setattr("utils.monitor.SECONDS", 1e6)
-    monkeypatch.setattr("utils.monitor.gather", lambda mine, _: [mine, (*mine[:2], 40.0, 5000.0)])
+    monkeypatch.setattr(World, "gather", lambda _, mine: [mine, (*mine[:2], 40.0, 5000.0)])
     with closing(monitor(World(GPU, size=1))) as one:
         one.world = World(GPU, size=2)
         one.sample()

@@ -20,7 +20,7 @@ from joined import command
 from running import Running, eventually, free_port
 
 from utils import loop, report
-from utils.start import addresses, preflight, world
+from utils.start import addresses, agreement, preflight, world
 from utils.start.errors import UserError
 
 sys.path.append(str(ROOT / "scripts/ssh"))
@@ -117,8 +117,8 @@ def test_a_stranger_who_poses_as_a_node_cannot_keep_the_others_waiting(line, por
     """Nor do its words reach the terminal as they are."""
     facts = {"rank": 1, "nodes": 2, "ports": [1, 2]}
     facts |= {"host": "a\x1b[2J\nb", "name": "a\x1b[2J (node 1)"}
-    agree = {"this code": preflight.code(), "torch": preflight.release(torch.__version__)}
-    facts["agree"] = {preflight.PROCESSES: 1} | agree
+    agree = {"this code": agreement.code(), "torch": agreement.release(torch.__version__)}
+    facts["agree"] = {agreement.PROCESSES: 1} | agree
     with begun(line(0)) as first:
         first.until("waiting at")
         with socket.create_connection((HERE, port)) as stranger:
@@ -224,7 +224,7 @@ def test_processes_of_a_node_look_at_its_files_once():
         group.gather, source = gather, mock.Mock()
         source.fingerprint.return_value, source.sample_sizes.return_value = "60 images", sizes
         try:
-            preflight.compare_data("train", source, group)
+            agreement.compare_data("train", source, group)
         except UserError as error:
             return str(error)
         finally:
@@ -303,8 +303,8 @@ WRONG += [f"tcp://10.0.0.1{port}" for port in ("", ":0", ":65536", ":port", ":80
 def test_files_of_every_room_are_compared():
     """Not only those at the top."""
     files = {f"utils/{room}/__init__.py" for room in ("start", "data", "model", "run")}
-    assert files | {"utils/recipes/tiny.txt"} <= preflight.code().keys()
-    assert preflight.release("2.14.1+cu130") == "2.14", "patches and CUDA may differ"
+    assert files | {"utils/recipes/tiny.txt"} <= agreement.code().keys()
+    assert agreement.release("2.14.1+cu130") == "2.14", "patches and CUDA may differ"
 
 
 def test_the_interface_that_a_user_has_chosen_stays(monkeypatch):
@@ -360,7 +360,7 @@ def test_a_master_that_starts_late_is_waited_for(port, monkeypatch, capsys):
         preflight.connect("no.invalid", port, 60.0)
     with pytest.raises(UserError, match=r"172\.31\.\.10 cannot be resolved .*no valid name"):
         preflight.connect("172.31..10", port, 60.0)
-    assert preflight.address_towards("172.31..10") is None
+    assert addresses.address_towards("172.31..10") is None
 
 
 @pytest.mark.long  # a minute

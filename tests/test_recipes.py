@@ -14,7 +14,7 @@ from conftest import ROOT, scalars, train
 from utils import advice, report
 from utils.data.classes import select
 from utils.run import recipes
-from utils.start import preflight
+from utils.start import agreement
 from utils.start.errors import UserError
 from utils.start.option_types import Options
 from utils.start.world import World
@@ -50,7 +50,7 @@ def test_the_recipes_name_their_batch_and_go_to_all_nodes():
     assert recipes.names() == sorted(NAMES)
     for name in NAMES:
         assert "# Global batch: " in (recipes.RECIPES / f"{name}.txt").read_text()
-    assert {f"utils/recipes/{name}.txt" for name in NAMES} <= preflight.code().keys()
+    assert {f"utils/recipes/{name}.txt" for name in NAMES} <= agreement.code().keys()
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from utils.data.images import ImageBatches
 from utils.data.opening import check_same_classes, class_folders, has_classes, open_source
 from utils.data.samplers import UNREADABLE, Batch
 from utils.data.sources import Source
-from utils.start import gpu_check, preflight
+from utils.start import addresses, gpu_check
 from utils.start.cores import usable_cores
 from utils.start.errors import UserError
 
@@ -36,7 +36,7 @@ def check_machine(args: argparse.Namespace, gpus: list[str]) -> Iterator[Finding
         gpus += [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     except UserError as error:
         yield Finding(ERROR, f": {error}")
-    interface = preflight.interface_towards(args.master)
+    interface = addresses.interface_towards(args.master)
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         chosen = os.environ.get(name, "").lstrip("=")
         if not interface or not chosen or chosen[0] == "^":

@@ -18,7 +18,7 @@ from torch.cuda import nccl
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] documented there
 
 from utils.data.sources import Source
-from utils.start import nvidia, preflight
+from utils.start import addresses, agreement, nvidia
 from utils.start.errors import UserError
 from utils.start.world import World
 
@@ -56,7 +56,7 @@ def check_all(args: argparse.Namespace) -> list[Finding]:
     gpus: list[str] = []
     sources: dict[str, Source] = {}
     own = list(node.check_machine(args, gpus))
-    interface = preflight.interface_towards(args.master)
+    interface = addresses.interface_towards(args.master)
     if interface:  # so that the doctor's own messages reach node 0
         os.environ["GLOO_SOCKET_IFNAME"] = interface
     world = join(args)
@@ -96,7 +96,7 @@ def facts(interface: str | None, gpus: list[str]) -> dict[str, object]:
     mtu = Path(f"/sys/class/net/{interface}/mtu")
     return {
         "NCCL": dist.is_nccl_available() and nccl.version(),
-        "Python": preflight.release(platform.python_version()),
+        "Python": agreement.release(platform.python_version()),
         "GPUs": gpus,
         "driver": nvidia.look().driver or "none",
         "MTU": mtu.read_text().strip() if mtu.exists() else "unknown",
@@ -118,7 +118,7 @@ def compare_clocks(nodes: list[Report]) -> Iterator[Finding]:
 def compare_facts(nodes: list[Report]) -> Iterator[Finding]:
     """Find facts of `COMPARED` that are not the same on all nodes."""
     for key, why in COMPARED.items():
-        if mismatch := preflight.describe_mismatch([(x.name, {key: x.facts[key]}) for x in nodes]):
+        if mismatch := agreement.describe_mismatch([(x.name, {key: x.facts[key]}) for x in nodes]):
             is_error = key == "NCCL" and any(one.gpus for one in nodes)
             yield Finding(ERROR if is_error else WARNING, mismatch, why)
 
@@ -136,7 +136,7 @@ def compare_data(
             yield Finding(ERROR, text, "copy it there, or remove it from the other nodes")
             continue
         try:
-            preflight.compare_data(f"DATA/{part}", sources[part], world)
+            agreement.compare_data(f"DATA/{part}", sources[part], world)
             yield Finding(OK, f"data: {part} {sources[part].fingerprint()}")
         except UserError as error:
             why = "each node selects images by position in its own list; copy the data set again "

@@ -16,7 +16,7 @@ import hosts
 from hosts import ROOT, Host, note
 from job import STOPS, TORCHRUN, Job
 
-from utils.start import errors, preflight, signals
+from utils.start import agreement, errors, signals
 from utils.start.errors import UserError
 from utils.start.option_types import Parser, non_negative, place, port, positive, run_name
 
@@ -145,7 +145,7 @@ def sync(options: argparse.Namespace, host: Host) -> None:
     make = ["--rsync-path", f"mkdir -p {shlex.quote(options.dir)} && rsync"]
     target = f"{host.for_rsync}:{options.dir}/"
     rsync(options, f"copy the code to {host.name}", *make, *without, f"{ROOT}/", target)
-    program = hosts.program(forget.__file__, {"folder": options.dir, "names": [*preflight.code()]})
+    program = hosts.program(forget.__file__, {"folder": options.dir, "names": [*agreement.code()]})
     command = hosts.remote_python(options.ssh, host)
     done = subprocess.run(command, input=program, stdout=subprocess.PIPE, check=False)
     if done.returncode:

@@ -13,7 +13,7 @@ from utils.data.opening import check_same_classes, class_folders, has_classes, h
 from utils.data.preprocessing import Preprocessing
 from utils.data.samplers import EvalSampler, TrainSampler, step_shape
 from utils.data.sources import Source
-from utils.start import preflight
+from utils.start import agreement
 from utils.start.errors import UserError, printable
 from utils.start.option_types import Options
 from utils.start.world import World, broadcast_from_rank0, first_on_node
@@ -94,7 +94,7 @@ def _open_part(part: str, classes: list[str], args: Options, world: World) -> So
     root = Path(args.data) / part
     # The first process of a node lists the folder; the others read its cache.
     source = first_on_node(lambda: open_source(root, classes, world.local_rank == 0), world)
-    preflight.compare_data(f"the data set's {part} folder", source, world)
+    agreement.compare_data(f"the data set's {part} folder", source, world)
     return source
 
 

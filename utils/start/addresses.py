@@ -1,10 +1,12 @@
 """The address at which the processes of a job meet: host names and ports. Without torch."""
 
 import contextlib
+import fcntl
 import os
 import random
 import re
 import socket
+import struct
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -58,3 +60,50 @@ def port_in_use(host: str, port: int, name: str = "port") -> UserError:
 def is_elastic() -> bool:
     """Whether torchrun restarts this job's processes when one of them fails."""
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+
+
+# ---- this machine as others see it
+
+
+def resolve(host: str) -> list[tuple]:
+    """Return `socket.getaddrinfo` of the master's name. Raises: `UserError` if it is unknown."""
+    try:
+        return socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:  # the latter for 172.31..10, which has an empty part
+        why = getattr(error, "strerror", None) or "it is no valid name"
+        text = f"the master's name {host} cannot be resolved ({why}): use its IP"
+        raise UserError(text) from None
+
+
+def is_own(host: str) -> bool:
+    """Whether ``host`` (a name, IPv4 or IPv6) is this machine. Raises: `UserError` if unknown."""
+    for family, kind, protocol, _, address in resolve(host):
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+            return True
+    return False
+
+
+def address_towards(host: str) -> str | None:
+    """Return this machine's IPv4 address as seen by ``host``; None if no route, or IPv6."""
+    udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    with contextlib.suppress(OSError, UnicodeError), udp as probe:
+        probe.connect((host, 9))  # UDP: this looks up the route and sends nothing
+        return probe.getsockname()[0]
+    return None
+
+
+def interface_towards(host: str) -> str | None:
+    """Return the name of the network interface towards ``host``; None if unknown (IPv6).
+
+    On the master itself, this is the interface that the others use to reach it, not the loopback.
+    """
+    own = address_towards(host)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):  # an interface without an IPv4 address
+                answer = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR of ioctl(2)
+                if socket.inet_ntoa(answer[20:24]) == own:
+                    return name
+    return None

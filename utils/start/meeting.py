@@ -14,7 +14,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from utils.start import errors, known_errors, launch, preflight, signals
+from utils.start import addresses, errors, known_errors, launch, signals
 from utils.start.addresses import is_elastic, port_in_use
 from utils.start.errors import BAD_INPUT, LOST_PEER, UserError
 from utils.start.hang import MOST_NAMED
@@ -55,7 +55,7 @@ def meet_all(address: tuple[str, int], rank: int, size: int, seconds: float) -> 
         return store
     error = missing_ranks([r for r in range(size) if not store.check([f"rank_{r}"])], size, seconds)
     if was_twice:
-        hosts = hosts and preflight.is_own(address[0])  # of two ranks 0, one has the store
+        hosts = hosts and addresses.is_own(address[0])  # of two ranks 0, one has the store
         text = f"two processes have {store.get(twice).decode()}: give each its own (RANK, or "
         text += "--node_rank of torchrun)"
         code = LOST_PEER if is_elastic() else BAD_INPUT

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.cuda import nccl
 from torch.nn.parallel import DistributedDataParallel
 
-from utils.start import gpu_check, launch, lost_peer, meeting, preflight
+from utils.start import agreement, gpu_check, launch, lost_peer, meeting, preflight
 from utils.start.cores import usable_cores
 from utils.start.errors import LOST_PEER, UserError, printable
 from utils.start.hang import Place, Watchdog
@@ -117,7 +117,7 @@ def process_group(args: Options) -> Iterator[World]:
         watchdog = _watch(args, world) if world.size > 1 else None
         release = nccl.version() if world.device_ids else ()
         versions = {"torch": torch.__version__, "NCCL": ".".join(map(str, release))}
-        processes = preflight.compare_processes(args, world, versions)
+        processes = agreement.compare_processes(args, world, versions)
         if world.size > 1:
             nodes = f"{world.nodes} nodes" if world.nodes > 1 else "1 node"
             world.stage(f"{world.size} processes on {nodes} have joined")
