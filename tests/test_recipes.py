@@ -114,6 +114,14 @@ def test_a_batch_beyond_what_is_known_is_named(changes, batch, patterns):
         assert re.search(pattern, warnings[0]), warnings[0]
 
 
+def test_a_few_steps_of_a_large_batch_are_named():
+    """As of a hundred photographs with the default batch."""
+    cases = [(128, 1, 10, True), (32, 4, 10, True), (16, 1, 1, False), (128, 5, 10, False)]
+    for batch, steps, epochs, warns in cases:
+        warnings = advice.step_warnings(Namespace(epochs=epochs), batch, steps)
+        assert [f"only {steps * epochs} steps" in text for text in warnings] == [True] * warns
+
+
 @pytest.mark.parametrize(
     ("arch", "changes", "batch", "warns"),
     [
@@ -161,5 +169,7 @@ def test_a_scaled_up_rate_without_warm_up_gets_a_note(logged, rule, batch, warmu
     )
     session.state.epoch, session.state.sharded, session.state.resumed = 0, False, False
     session.train.sampler.sizes, session.train.sampler.accum = (), 1
+    session.train.sampler.steps_per_epoch = 1
     report.start(session, "runs/x")
     assert ("note: a scaled-up learning rate usually needs --warmup-epochs 5" in logged) == noted
+    assert "warning: only 9 steps in all" in "\n".join(logged)

@@ -22,6 +22,8 @@ SGD_HOLDS_TO = 8192  # the largest global batch at which SGD kept its accuracy i
 REFERENCE_LR = 0.1  # for a global batch of optim.REFERENCE_BATCH, from the same paper
 WARMUP = 5  # epochs, from the same paper
 PLAIN_LR = 0.01  # with which AlexNet (2012), VGG (arXiv:1409.1556) were trained
+FEW_STEPS = 50  # of a whole training: RESULTS.md, "Few images"
+SMALL_BATCH = 16
 LARGE_FILE = 50_000  # bytes; ImageNet's files average 110,000, or 27,000 when shrunk to 256 pixels
 
 log = logging.getLogger(__name__)
@@ -59,6 +61,17 @@ def rate_warnings(args: Options, model: torch.nn.Module, global_batch: int, lr: 
         f"{args.arch} has no normalisation layers, and such models seldom learn anything with lr "
         f"{lr:.3g}: use --lr {PLAIN_LR:g}"
     ]
+
+
+def step_warnings(args: Options, global_batch: int, steps: int) -> list[str]:
+    """Warnings about a training that ends after a few steps of a large batch.
+
+    ``steps`` are those of an epoch.
+    """
+    if (total := steps * args.epochs) >= FEW_STEPS or global_batch <= SMALL_BATCH:
+        return []
+    text = f"only {total} steps in all, in which a model learns little"
+    return [f"{text}: use a smaller batch (-b), or more --epochs"]
 
 
 def is_enough(measured: StepTimes) -> bool:

@@ -70,6 +70,7 @@ def start(session: Session, folder: Path) -> None:
         log.info(f"recipe {args.recipe}: {words} (options on the command line take precedence)")
     warnings = advice.batch_warnings(args, global_batch, scaled)
     warnings += advice.rate_warnings(args, state.model, global_batch, scaled)
+    warnings += advice.step_warnings(args, global_batch, sampler.steps_per_epoch)
     for warning in warnings if world.is_main else ():
         log.warning(warning)
     if state.resumed:
