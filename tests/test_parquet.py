@@ -87,7 +87,7 @@ def test_names_from_the_metadata_or_a_table(tmp_path):
     said = succeed("parquet", tmp_path / "in", tmp_path / "out", "--folders")
     assert "numbered in the order of their names" in said
     assert "left out: 2 images of train without a label" in said
-    assert "becomes val/" in said
+    assert "becomes val/" in said and "train 3 images, val 2 images" in said
     assert images(tmp_path / "out") == {
         "train/a/00000000.png": b"\x89PNG1",
         "train/b/00000001_x.jpg": b"2",
@@ -98,8 +98,10 @@ def test_names_from_the_metadata_or_a_table(tmp_path):
     # A label whose images have the WordNet ids of two classes is none of ImageNet's.
     rows = [(b"%d" % i, f"{WORDNET[i]}_1.JPEG", i // 2) for i in range(3)]
     write(tmp_path / "mixed/train.parquet", rows, ["b", "a"])
+    write(tmp_path / "mixed/data/val.parquet", rows[2:], ["b", "a"])  # one class has no image in it
     succeed("parquet", tmp_path / "mixed", tmp_path / "mixed out")
-    assert (tmp_path / "mixed out/train/classes.txt").read_text() == "a\nb\n"
+    for part in ("train", "val"):
+        assert (tmp_path / f"mixed out/{part}/classes.txt").read_text() == "a\nb\n"
     (tmp_path / "names").write_text("zebra\nyak\n\n", "utf-8-sig")  # as some editors write
     succeed("parquet", tmp_path / "in", tmp_path / "table", "--names", tmp_path / "names")
     assert (tmp_path / "table/train/classes.txt").read_text() == "yak\nzebra\n"
