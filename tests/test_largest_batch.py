@@ -3,6 +3,7 @@
 import math
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -19,16 +20,26 @@ THIRD = int(4.6 * GIB / 12)  # values of four bytes that take a third of 4.6 GiB
 
 
 class StandInGpu:
-    """A GPU whose memory a step of ``size`` images takes ``flat + slope * size`` GiB of."""
+    """A GPU whose memory a step of ``size`` images takes ``flat + slope * size`` GiB of, at least
+    ``least``: workspaces of small batches are as large as those of larger ones."""
 
-    def __init__(self, monkeypatch, flat: float, slope: float, breaks: float = math.inf):
-        self.breaks, self.tried = breaks, []
+    def __init__(
+        self, monkeypatch, flat: float, slope: float, breaks: float = math.inf, least: float = 0.0
+    ):
+        self.breaks, self.tried, peaks = breaks, [], {}
+
+        def peak(device: int) -> float:
+            """Of all steps since the last reset."""
+            now = max(least, flat + slope * self.tried[-1]) * GIB
+            peaks[device] = max(now, peaks.get(device, 0.0))
+            return peaks[device]
+
         answers = dict.fromkeys(("get_rng_state", "set_rng_state"), lambda *_: None) | {
             "current_device": lambda: 0,
-            "reset_peak_memory_stats": lambda _: None,
+            "reset_peak_memory_stats": lambda device: peaks.pop(device, None),
             "memory_reserved": lambda _: 2 * GIB,
             "mem_get_info": lambda _: (8 * GIB, 16 * GIB),
-            "max_memory_allocated": lambda _: (flat + slope * self.tried[-1]) * GIB,
+            "max_memory_allocated": peak,
         }
         for name, answer in answers.items():
             monkeypatch.setattr(torch.cuda, name, answer)
@@ -40,12 +51,15 @@ class StandInGpu:
 
 
 def session(images: int = 10**6, values: int = 0, **changes: Any) -> SimpleNamespace:
-    """As far as the search needs one; its model has ``values`` values, and few others."""
+    """As far as the search needs one; its model has ``values`` values, as many that are frozen, and
+    few others."""
     usual = {"accum_steps": 1, "global_batch": None, "compile": None, "ema": None, "sync_bn": False}
     usual |= {"memory_format": torch.channels_last}
     model = network()
     if values:
-        model.register_parameter("large", nn.Parameter(torch.empty(values, device="meta")))
+        for name, is_trained in (("large", True), ("frozen", False)):
+            weight = nn.Parameter(torch.empty(values, device="meta"), requires_grad=is_trained)
+            model.register_parameter(name, weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sampler = SimpleNamespace(images=images)
     return SimpleNamespace(
@@ -72,6 +86,7 @@ def session(images: int = 10**6, values: int = 0, **changes: Any) -> SimpleNames
         # Processes that wait for each other try nothing that should fail.
         ((0.2, 0.042, 150), {"sync_bn": True}, "ALLOC_FAILED"),
         ((0.2, 0.042, 150), {"sharded": True}, "ALLOC_FAILED"),
+        ((0.2, 0.042, 230, 1.0), {"sync_bn": True}, 208),  # 8 and 16 images take as much
         ((9.0, 0.1), {}, r"not even 8 images fit into 9\.2 GiB"),
     ],
 )
@@ -110,7 +125,7 @@ def test_the_fullest_gpu_of_all_processes_decides(monkeypatch):
 
 def test_data_parallel_prints_the_share_of_a_gpu(monkeypatch, capsys):
     """Both GPUs hold half of the images. The second one has 4 GiB less, and takes 0.5 GiB more."""
-    gpu, one = StandInGpu(monkeypatch, 0.2, 0.021), session()
+    gpu, one = StandInGpu(monkeypatch, 0.2, 0.021, least=2.0), session()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda d: ((8 - 4 * d) * GIB, 16 * GIB))
     peak = torch.cuda.max_memory_allocated
@@ -121,14 +136,17 @@ def test_data_parallel_prints_the_share_of_a_gpu(monkeypatch, capsys):
 
 
 def test_each_trial_is_a_micro_batch_without_gradients_of_the_last_one(monkeypatch):
-    gpu, one = StandInGpu(monkeypatch, 0.2, 0.3), session()
-    model = one.state.model
+    """And is not compiled, which would take longer than all trials."""
+    gpu, one, stance = StandInGpu(monkeypatch, 0.2, 0.3), session(compile="default"), MagicMock()
+    monkeypatch.setattr(torch.compiler, "set_stance", stance)
+    model, eager = one.state.model, stance.return_value
 
     def train_step(images, targets, weight, update):
         gpu.step(images)
-        assert not update
+        assert not update and eager.__enter__.called and not eager.__exit__.called
         assert all(parameter.grad is None for parameter in model.parameters())
         nn.functional.cross_entropy(model(images), targets).backward()
 
     find_batch.search(one, train_step, 8)
     assert len(gpu.tried) > 2
+    stance.assert_called_once_with("force_eager")

@@ -7,12 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import scalars, summary
-from joined import Job, run_jobs
+from joined import Job, in_processes, run_jobs
 from running import assert_same_weights, same, snapshot
+from torch import nn
 from torchvision.models import get_model
 
+from utils import find_batch
 from utils.model import blocks, fsdp
-from utils.start.world import World
+from utils.start.world import World, local
 
 CURVES = ("Loss/train", "Top1/train", "Top5/train", "Loss/val", "Top1/val", "Top5/val", "Lr")
 RECIPE = "--image-size 32 -j 0 -p 1 --lr 0.01 --label-smoothing 0.1 --warmup-epochs 1 --ema 0.9"
@@ -169,3 +171,20 @@ def test_blocks_that_share_a_layer_stay_with_the_rest():
     model.layer4[1].conv1 = model.layer4[2].conv1
     assert not {model.layer4[1], model.layer4[2]} & {*(units := fsdp.units(model))}
     assert len(units) == 12
+
+
+def _gradient(rank, size):
+    """Of one step after a trial of --find-batch, which ends without an update."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = fully_shard(nn.Linear(3, 1, bias=False))
+    for update in (False, True):
+        find_batch.forget_gradients(model)
+        model.set_requires_gradient_sync(update)
+        model(torch.ones(1, 3)).sum().backward()
+    find_batch.forget_gradients(model)
+    return local(model.weight.grad).tolist()
+
+
+def test_the_gradients_of_a_trial_do_not_stay():
+    assert in_processes(1, _gradient) == [[[1.0] * 3]]
