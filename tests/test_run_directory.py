@@ -22,10 +22,11 @@ from test_checkpoint import trained
 from torchvision.models import get_model
 
 from utils import epoch, loop, report
+from utils.comparison import closing
 from utils.run import run_directory
 from utils.run.run_directory import Run, checkpoint_file, choose
 from utils.run.run_folder import RunFolder
-from utils.run.stopping import Reason
+from utils.run.stopping import WHY, Reason
 from utils.start import errors
 from utils.start.errors import INTERRUPTED, UserError
 from utils.start.option_types import Options
@@ -306,15 +307,18 @@ def test_the_last_line_and_the_summary_of_averaged_weights(logged):
     ]
     session = mock.MagicMock(world=World(torch.device("cpu")))
     session.state = replace(trained(), history=history, elapsed=3723.0, ema=mock.Mock())
-    for averaged, words in ((1, "epoch 1, averaged weights"), (0, "epoch 1")):
-        session.state.best = {"epoch": 1, "top1": 50.0, "loss": 1.5, "ema": averaged}
-        report.end(session, Reason.EPOCHS, pauses=(0.1, 0.5, 0.2))
-        results = session.run.finish.call_args.args[0]
+    for averaged, loss, by, reason, words in (
+        (1, 1.5, "loss", Reason.EPOCHS, "loss 1.5000, top-1 50.00 % (epoch 1, averaged weights)"),
+        (0, 2.0, "top1", Reason.UNSAVED, "top-1 50.00 % (epoch 1)"),
+    ):
+        session.state.best = {"epoch": 1, "top1": 50.0, "loss": loss, "ema": averaged}
+        session.args.best_by = by
+        report.end(session, reason, pauses=(0.1, 0.5, 0.2))
+        results, last = session.run.finish.call_args.args
+        assert last == closing(success=reason is Reason.EPOCHS)
         assert results["best_weights"] == ("ema" if averaged else "model")
         assert (results["lowest_val_loss"], results["snapshot_pause_seconds"]) == (1.5, 0.5)
-        assert logged[-1] == (
-            f"Training time 1:02:03, best top-1 50.00 % ({words}), 90.0 images/s: all epochs done"
-        )
+        assert logged[-1] == f"Training time 1:02:03, best {words}, 90.0 images/s: {WHY[reason]}"
 
 
 def test_values_that_are_missing_are_null_in_the_summary_and_no_points(tmp_path):
