@@ -171,11 +171,11 @@ def test_a_run_that_was_trained_on_some_of_the_classes(place, tmp_path):
 
 
 def test_which_of_two_models_is_the_better_one():
-    """The second gains two images of class a, and loses one of b."""
-    tops = [1, 1, 0, 1, 1, 1], [0, 0, 0, 1, 1, 0]
-    changes = figures.changes(
-        *(predicted(["a", "b"], list("uvwxyz"), [0, 0, 0, 1, 1, 1], top) for top in tops)
-    )
+    """The second gains two images of class a, and loses one of b. It could not read the first."""
+    paths, targets, tops = "tuvwxyz", [1, 0, 0, 0, 1, 1, 1], [1, 1, 1, 0, 1, 1, 1]
+    one = predicted(["a", "b"], list(paths), targets, tops)
+    other = predicted(["a", "b"], list(paths[1:]), targets[1:], [0, 0, 0, 1, 1, 0])
+    changes = figures.changes(one, other)
     assert changes["difference"].value == pytest.approx(100 / 6)
     assert (changes["gained"], changes["lost"], changes["both"], changes["neither"]) == (2, 1, 3, 0)
     by_name = {row["name"]: row["change"] for row in changes["classes"]}
@@ -184,10 +184,12 @@ def test_which_of_two_models_is_the_better_one():
 
 
 def test_classes_and_mistakes_in_the_order_of_their_weight():
-    """Of four images of class a one is right; b and c have two each. None of d could be read."""
-    tops, sure = [0, 1, 1, 2, 0, 1, 2, 2], [0.6, 0.5, 0.9, 0.7, 0.8, 0.95, 1, 1]
-    names = ["a", "b", "c", "d"]
-    result = predicted(names, list("stuvwxyz"), [0, 0, 0, 0, 1, 1, 2, 2], tops, sure)
+    """Of four images of class a one is right; b and c have two each. None of d could be read. The
+    folder does not have the model's first class."""
+    tops, sure = [1, 2, 2, 3, 1, 2, 3, 3], [0.6, 0.5, 0.9, 0.7, 0.8, 0.95, 1, 1]
+    names = ["", "a", "b", "c", "d"]
+    result = predicted(names, list("stuvwxyz"), [1, 1, 1, 1, 2, 2, 3, 3], tops, sure)
+    result.present = [1, 2, 3, 4]
     rows = figures.by_class(result)
     assert [(row["name"], row["images"], row["accuracy"].value) for row in rows] == [
         ("a", 4, 25), ("b", 2, 50), ("c", 2, 100)
@@ -254,6 +256,7 @@ def test_bad_input_is_an_error(place, tmp_path, monkeypatch):
         ((place / "run", "--export", tmp_path / "file/model"), "another place with --export"),
         ((place / "run", "--real", tmp_path / "real.json"), "not a list of lists"),
         ((place / "run", place / "run", "--export", tmp_path / "out"), "one model: give one run"),
+        ((place / "run", tmp_path), f"{place}/run and {tmp_path} have different classes"),
     ):
         monkeypatch.setattr(sys, "argv", ["model_results.py", *map(str, words)])
         with pytest.raises(UserError, match=message):
