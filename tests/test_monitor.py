@@ -173,6 +173,7 @@ REASONS = [
         ["rank 3 waits for its images for 0.21 of the 0.33 s", "median rank 0.02 s"]
         + [f"{BEHIND}: see its disk and --workers"],
     ),
+    ([*[rank(data=1)] * 2, rank(data=1.2)], LINK, ["rank 2 waits for its images for 1.2 of"]),
     (
         [rank(communication=0.3), rank(own=0.6, compute=0.6), rank(communication=0.3)], LINK,
         ["rank 1 computes for 0.6 of the 0.62 s", "median rank 0.3 s"]
@@ -183,7 +184,10 @@ REASONS = [
         [rank(communication=0.58)] * 2, LINK,
         ["548 MB per step take 0.72 s at 6.09 Gbit/s", "0.58 of the 0.9 s", "saves about 0.36 s"],
     ),
-    ([rank(communication=0.2)] * 2, LINK, ["saves about 0.2 s"]),  # all that is not hidden
+    (  # all that is not hidden, in the median rank
+        [rank(communication=0.9), *[rank(communication=0.2)] * 2], LINK,
+        ["0.2 of the 0.52 s", "saves about 0.2 s"],
+    ),
     (
         [rank(communication=0.2)] * 2, slowdown.Exchange(548.0, 0.36, "fp16"),
         ["sent as fp16, take 0.36 s at 6.09 Gbit/s", "What helps: more images per step (-b"],
