@@ -110,6 +110,8 @@ def test_what_cannot_be_split_is_left_as_it_is(data, tmp_path):
     assert images(data) == before | {"test/a/other.jpg": b"x"}
     assert "take 100%: leave some" in fail("split", data, "--val", 0.5, "--test", 0.5)
     assert "there is no folder" in fail("split", tmp_path / "none", "--test", 0.1)
+    put(tmp_path, {"photos.zip": b""})
+    assert "a file: give a folder (extract" in fail("split", tmp_path / "photos.zip", "--test", 0.1)
     succeed("shards", data, tmp_path / "shards")
     assert "no class folders of images" in fail("split", tmp_path / "shards", "--test", 0.1)
 

@@ -146,8 +146,8 @@ def _contradictions(args: argparse.Namespace, local: bool) -> Iterator[str]:
         text = "needs float32: --opt-level O2 keeps float32 masters, O3 does not"
         yield f"--optimizer {args.optimizer} {text}"
     if local and not args.dummy and os.path.isfile(args.data):
-        holds = "DATA is the folder that holds train and val, or their tar files"
-        yield f"{args.data} is a file: {holds}"
+        text = f"{args.data} is a file: DATA is the folder that holds train and val, or their tar"
+        yield f"{text} files (extract a zip file first)"
     if local and not args.dummy and not os.path.isdir(args.data):
         sample = errors.command("prepare_data.py", "sample", "data/sample")
         text = f"give DATA, or make a sample: {sample}"

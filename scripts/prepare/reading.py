@@ -63,7 +63,7 @@ class Files(Source):
 def open_images(data: Path, splits: Sequence[str] = SPLITS) -> dict[str, Images]:
     """Open those of ``splits`` that ``data`` has. Raises: `UserError` if it has none."""
     if not data.is_dir():
-        raise UserError(f"there is no folder {data}")
+        raise UserError(layouts.no_folder(data))
     if not read_marker(data).get("finished", True):
         raise UserError(f"{data} is not finished: first run again the command that makes it")
     print(f"listing the images in {data}", flush=True)

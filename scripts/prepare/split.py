@@ -40,7 +40,7 @@ def split_folder(args: argparse.Namespace) -> None:
     """Run `split`. Raises: `UserError` before anything has moved, or if a move fails."""
     data: Path = args.out
     if not data.is_dir():
-        raise UserError(f"there is no folder {data}")
+        raise UserError(layouts.no_folder(data))
     with _locked(data):
         _split(data, args)
 

@@ -76,6 +76,13 @@ def classes_at_top(data: Path, least: int = 2) -> list[str]:
     return names if len(names) >= least else []
 
 
+def no_folder(data: Path) -> str:
+    """An error message about ``data``, which is no folder."""
+    if data.is_file():
+        return f"{data} is a file: give a folder (extract a zip file first)"
+    return f"there is no folder {data}"
+
+
 def has_image(folder: Path) -> bool:
     """Whether there is an image in or below ``folder``."""
     return any(
