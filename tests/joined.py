@@ -87,10 +87,13 @@ def _server() -> Any:
     context = multiprocessing.get_context("forkserver")
     # What a script imports later than at its start is of no use in the server otherwise.
     late = ("tensorboard", "torch._dynamo", "torch.distributed.fsdp", "matplotlib")
+    late += ("torch.distributed.run",)
     context.set_forkserver_preload(["joined", *late, *SCRIPTS, "warm"])
     # Older Pythons tell the server no paths, and it passes over what it does not find.
     paths = os.pathsep.join([AT_START["PYTHONPATH"], *map(str, (ROOT, ROOT / "tests"))])
-    with mock.patch.dict(os.environ, AT_START | {"PYTHONPATH": paths}, clear=True):
+    # Huge pages, or each fork would copy the table of a hundred thousand small ones.
+    own = {"PYTHONPATH": paths, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+    with mock.patch.dict(os.environ, AT_START | own, clear=True):
         forkserver.ensure_running()  # its children inherit this
     return context
 
