@@ -58,6 +58,8 @@ def test_an_ignored_signal_stays_ignored(folder, tmp_path, way):
         assert eventually(lambda: not any(one.lives() for one in run.family))
     assert result.code == 75, result.err
     assert "SIGHUP" not in result.out + result.err and "SIGINT" not in result.out + result.err
+    said = next(line for line in result.out.splitlines() if "stopping after this step" in line)
+    assert ("SIGTERM" in said) == (way == "nd"), "a launcher passes on all signals as SIGTERM"
     assert "resource_tracker" not in result.err
 
 

@@ -81,7 +81,10 @@ class StopRequest:
     def _on_signal(self, signum: int, frame: Any) -> None:
         self.ask(Reason.INTERRUPTED)
         if self.world.local_rank == 0:  # os.write, as a signal may interrupt print or logging
-            text = f"{signal.Signals(signum).name}: stopping after this step, with a snapshot\n"
+            # A launcher passes each signal on as SIGTERM: the user may have pressed Ctrl-C.
+            told = signum == signal.SIGTERM and signals.has_launcher()
+            name = "" if told else f"{signal.Signals(signum).name}: "
+            text = f"{name}stopping after this step, with a snapshot\n"
             with contextlib.suppress(OSError):  # on a terminal, below the bar and an echoed ^C
                 os.write(1, ("\n" * os.isatty(1) + text).encode())
         if signum == signal.SIGINT:

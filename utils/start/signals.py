@@ -111,6 +111,11 @@ def say(signum: int) -> int:
     return INTERRUPTED
 
 
+def has_launcher() -> bool:
+    """Whether torchrun, or this suite's own launcher, has started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or multiprocessing.parent_process() is not None
+
+
 def kill_children() -> None:
     """Kill the child processes of multiprocessing that still run; workers ignore SIGTERM."""
     # DataLoader's handler of SIGCHLD would report their end as an error.
