@@ -70,7 +70,7 @@ def explain(times: Sequence[dict[str, float]], exchange: Exchange) -> str | None
         seconds = [one.get(part, 0.0) for one in times]
         usual, most = median(seconds), max(seconds)
         late = most - usual > LIMIT * step and (part == "data" or most > LATE * usual)
-        if late and len(times) > 1:
+        if late:
             helps = "see its disk and --workers" if part == "data" else "see what else runs there"
             return (
                 f"rank {seconds.index(most)} {doing} for {most:.3g} of the {step:.3g} s of a step, "
