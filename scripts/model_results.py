@@ -155,8 +155,7 @@ def worker(args: ResultOptions) -> int:
         best = list(map(Best, args.best))
         results = []
         for one in best if args.evaluates else []:
-            size = one.preprocessing.image_size
-            own = args.replaced(preprocessing=one.preprocessing, image_size=size)
+            own = args.replaced(image_size=one.preprocessing.image_size)
             results.append(predictions.predict(one, own, world, args.all_classes))
         if world.is_main:
             with errors.writing(args.out, "--out"):
