@@ -251,7 +251,7 @@ class Runner:
             for job in submitted[-1:]:
                 text = f"job {job} goes on: `scancel {job}` ends it with a snapshot"
                 print(text, flush=True)
-        return next((128 - code if code < 0 else code for code in codes if code), 0)
+        return next(filter(None, codes), 0)
 
     def is_running(self) -> bool:
         return any(process.poll() is None for process in self.processes)
