@@ -130,6 +130,10 @@ def test_only_changed_code_marks_the_commit(tmp_path, monkeypatch):
     for name, expected in (("R.md", clean), ("figures/a.png", clean), ("code.py", f"{clean}+")):
         (tmp_path / name).write_text("2\n")
         assert comparison.commit() == expected, name
+    subprocess.run([*git, "add", "."], check=True)
+    assert comparison.commit() == f"{clean}+", "staged code has changed, too"
+    monkeypatch.setattr(comparison, "ROOT", tmp_path / "figures")
+    assert comparison.commit() == "", "the repository is another one's"
 
 
 # ---- runs of this suite
@@ -186,11 +190,17 @@ def test_the_text_page_and_the_charts_of_a_run(tmp_path):
     page = event.tensor_proto.string_val[0].decode()
     assert "**command**: `x.py -b 7`" in page and "| lr | `0.1` |" in page
     assert r"| data | `/M\udcfcller` |" in page
-    of_gpus = {"GPU power, W", "loss scale"}
+    gpu, scale, test, sizes = (
+        next(title for charts in comparison.CHARTS.values() for title in charts if words in title)
+        for words in ("GPU power", "loss scale", "DATA/test", "--progressive")
+    )
+    facts |= {"val_images": 7}
     for more, shown in (
         ({}, set()),
-        ({"device": "cuda", "precision": "fp16"}, of_gpus),
-        ({"device": "cuda", "precision": "bf16"}, {"GPU power, W"}),
+        ({"device": "cuda", "precision": "fp16"}, {gpu, scale}),
+        ({"device": "cuda", "precision": "bf16"}, {gpu}),
+        ({"test_images": 7, "progressive": "16,24"}, {test, sizes}),
     ):
         pages = comparison.layout(facts | more).values()
-        assert {title for charts in pages for title in charts} & of_gpus == shown
+        titles = {title for charts in pages for title in charts}
+        assert titles & {gpu, scale, test, sizes} == shown
