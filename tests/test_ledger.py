@@ -61,17 +61,22 @@ def test_energy_of_all_ranks(monkeypatch):
 
 
 def test_all_starts_of_a_run_count(tmp_path, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(ledger, "time", clock)
     monkeypatch.setattr(ledger, "process_seconds", lambda: 1800.0)
     file = tmp_path / ledger.FILE
     Ledger(file, Entry(nodes=2, gpus=8)).write(images=1000, joules=3.6e6)  # is then killed
     second = Ledger(file, Entry(nodes=1, gpus=4))
+    clock.now = 61.0
+    assert second.is_due()
     second.write(images=1, joules=1.0)
+    assert not second.is_due()
     second.write(images=800, joules=0.9e6)
     used = {"node_hours": 1.5, "gpu_hours": 6.0, "energy_kwh": 1.25}
     assert second.totals() == pytest.approx(used | {"images_per_joule": 1800 / 4.5e6})
-    without_sensor = Ledger(file, Entry(nodes=1, gpus=4))
-    without_sensor.write(images=5, joules=None)
-    assert without_sensor.totals().keys() == {"node_hours", "gpu_hours"}
+    on_a_cpu = Ledger(file, Entry(nodes=1, gpus=0))
+    on_a_cpu.write(images=5, joules=None)
+    assert on_a_cpu.totals().keys() == {"node_hours", "gpu_hours"}
 
 
 def test_hours_are_not_those_of_a_containers_clock(monkeypatch):
