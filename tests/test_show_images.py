@@ -135,7 +135,7 @@ def test_the_original_of_an_unreadable_image_is_the_one_in_its_place(folder, tmp
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--epochs 0,90", "epoch 90 is not one of the 90 epochs"),
+        ("--epochs=0,90", "epoch 90 is not one of the 90 epochs"),
         ("--out picture.doc", "ends in .png"),
         ("--out .", "ends in .png"),
         ("--out /dev/null/x.png", "cannot write .* another place with --out"),
@@ -158,27 +158,33 @@ def test_bad_input_is_an_error(monkeypatch, words, message, folder):
         ("-b 40 --original", "16 of the 40 images"),
         ("-b 40 --original --epochs 0,2", "8 of the 40 images"),
         ("-b 40 --show 33", "33 of the 40 images"),
+        ("-b 4 --image-size 100", "4 of the 4 images"),  # large enough without magnifying
     ],
 )
 def test_how_many_images_are_drawn(monkeypatch, capsys, tmp_path, folder, words, shown):
-    line = f"show_images.py {words} --image-size {SIZE} --out {tmp_path}/shown.png {folder}"
+    line = f"show_images.py --image-size {SIZE} {words} --out {tmp_path}/shown.png {folder}"
     monkeypatch.setattr(sys, "argv", line.split())
     assert show_images.main() == 0
     assert f": {shown} of epoch 0, step 0" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("step", "url", "begins"),
-    [(6, "", "epoch 1, step 0"), (5, "", "epoch 0, step 5"), (5, "file://", "epoch 0, step 5")],
+    ("step", "url", "more", "begins"),
+    [
+        (6, "", (), "epoch 1, step 0"),
+        (5, "", (), "epoch 0, step 5"),
+        (5, "file://", (), "epoch 0, step 5"),
+        (5, "", ("--start-epoch", 2), "epoch 2, step 0"),
+    ],
 )
 def test_after_the_last_step_comes_the_next_epoch(
-    monkeypatch, capsys, tmp_path, folder, step, url, begins
+    monkeypatch, capsys, tmp_path, folder, step, url, more, begins
 ):
     """Of a training that was stopped in the evaluation, and of one that was stopped before."""
     progress = {"epoch": 0, "step": step, "global_batch": 10}
     torch.save({"progress": progress}, tmp_path / "snapshot.pt")
     words = ("--resume", f"{url}{tmp_path / 'snapshot.pt'}", "-b", 10, "--image-size", SIZE)
-    words += ("--out", tmp_path / "shown.png", folder)
+    words += (*more, "--out", tmp_path / "shown.png", folder)
     monkeypatch.setattr(sys, "argv", ["show_images.py", *map(str, words)])
     assert show_images.main() == 0
     assert f"10 of the 10 images of {begins}" in capsys.readouterr().out
@@ -194,8 +200,8 @@ def test_only_as_many_classes_as_imagenets_have_its_words(tmp_path, number, firs
 def test_captions_name_the_classes_and_the_shares_of_mixed_images():
     names = ["cat", "dog", "emu"]
     assert grid.captions(torch.tensor([2, -1, 0]), names) == ["emu", "unreadable", "cat"]
-    mixed = torch.tensor([[0.25, 0.0, 0.75], [0.0, 1.0, 0.0]])
-    assert grid.captions(mixed, names) == ["75% emu\n25% cat", "100% dog"]
+    mixed = torch.tensor([[0.02, 0.0, 0.98], [0.0, 1.0, 0.0]])
+    assert grid.captions(mixed, names) == ["98% emu\n2% cat", "100% dog"]
 
 
 @pytest.mark.parametrize("classes", [3, 100])
