@@ -95,7 +95,7 @@ def test_varied_options_and_seeds():
         ("", f"{TRAINING} --warmup-epochs 99", "--warmup-epochs 99 is longer than --epochs 90"),
         ("", "imagenet_ddp.py nowhere", "data folder nowhere is missing"),
         ("--seeds 0,1", f"{TRAINING} --seed 3", "give --seeds before"),
-        ("--nodes 16", TRAINING, "--nodes 16, but there are only 8 nodes"),
+        ("--nodes 2,16", TRAINING, "--nodes 16, but there are only 8 nodes"),
         ("--nodes 2,2", TRAINING, "two runs would be called s_2nodes"),
         ("-b largest", TRAINING, "the study sets -b: give -b before imagenet_ddp.py"),
         ("-b 8 --global-batch 64", "imagenet_ddp.py tests", "either --global-batch or -b"),
@@ -450,24 +450,28 @@ def test_what_is_varied_stands_side_by_side():
     )
 
 
-@pytest.mark.parametrize("target", ["target_top1", "desired_acc"])  # two names of one option
-def test_simulated_nodes_are_nodes_in_the_log_book(tmp_path, monkeypatch, target):
+@pytest.mark.parametrize(
+    ("target", "seeds"),  # two names of one option
+    [("target_top1", ""), ("desired_acc", "--seeds 0,1 ")],
+)
+def test_simulated_nodes_are_nodes_in_the_log_book(tmp_path, monkeypatch, target, seeds):
     """A run of two processes on this machine records one node. The study was killed when all runs
     had ended, before it wrote their page."""
     monkeypatch.setattr(scaling_study.signals, "handle", lambda *_: None)
     monkeypatch.setattr(study_page.pictures, "draw", lambda *_, **__: {})
-    own = "--simulate 2 --hours 1 --name s --logbook book -- imagenet_ddp.py"
+    own = f"--simulate 2 --hours 1 {seeds}--name s --logbook book -- imagenet_ddp.py"
     args, training = scaling_study.parse(f"{own} --output-dir {tmp_path} tests".split())
     runs = planning.plan(args, training)
-    for number, one in enumerate(runs, 1):
-        processes = 2 * number - 1  # the second node has two
+    for one in runs:
+        number, processes = one.nodes, 2 * one.nodes - 1  # the second node has two
         facts = {"arch": "resnet18", "gpus": processes, "nodes": 1, "global_batch": 128 * number}
         facts |= {"device": "cpu", "batch_per_gpu": 128}
         event_files.write(one.folder, event_files.epochs_of(100 * number, 128), options=facts)
         (one.folder / "options.json").write_text(json.dumps({target: 50}))
         (one.folder / "summary.json").write_text('{"finished_because": "epochs"}')
     # What was there before: a page of one's own, and the curves of a run that was begun anew.
-    old = event_files.write(tmp_path / "book/s/s_1node", {9: {"Loss/train": 1.0}}, began=1.0)
+    copy = tmp_path / "book/s" / runs[0].name
+    old = event_files.write(copy, {9: {"Loss/train": 1.0}}, began=1.0)
     (tmp_path / "book/README.md").write_text("# Mine\n")
     (tmp_path / "book/my_own #2.md").touch()
     monkeypatch.chdir(tmp_path)
@@ -479,6 +483,7 @@ def test_simulated_nodes_are_nodes_in_the_log_book(tmp_path, monkeypatch, target
     assert not old.exists()
     assert "| nodes | 1 | 2 |" in page and "at an equal batch per process" in page
     assert "| Scaling Efficiency | 1.00 | 0.33 |" in page
+    assert ("| 1 node, seed 0 | 2 nodes, seed 0 | 1 node, seed 1 |" in page) == bool(seeds)
     assert "## Scaling" in page and f"\nbash {ROOT}/scripts/scaling_study.sh " in page
     assert "time to top-1 of 50 %" in page and "| epochs in 1 h | 4 | 4 |" in page
     # Who gets the log book alone has the curves, too.
@@ -575,6 +580,7 @@ def test_a_study_is_killed_stopped_and_continued(folder, tmp_path):
         "**Simulated: the nodes are processes",
         "## Results",
         "|  | lr 0.05 | lr 0.02 |",
+        "| Learning Rate (e-2) | 5.00 | 2.00 |",
         "| Global Batch Size | 5 | 5 |",
         "--env KEY --vary",
         "(s/overlay.png)",
