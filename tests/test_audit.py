@@ -78,12 +78,22 @@ def test_steps_after_the_last_snapshot_are_counted_as_repeated(log, tmp_path):
     done = audited(tmp_path)
     assert done.code == 0, done.out
     assert "5 steps were trained again" in done.out
+    checks = sum("weights" in line for line in lines)
+    assert checks > 1 and f"were compared {checks} times" in done.out
 
 
 @pytest.mark.parametrize(
     "what",
     [
-        *("other image", "more steps", "gap", "lost end", "missing end", "missing epoch"),
+        *(
+            "other image",
+            "more steps",
+            "extra step",
+            "gap",
+            "lost end",
+            "missing end",
+            "missing epoch",
+        ),
         *("no log", "not a log", "half a step", "short epoch"),
     ],
 )
@@ -98,6 +108,9 @@ def test_a_broken_promise_is_named(log, tmp_path, what):
     elif what == "more steps":  # in one process
         taken[1]["taken"][1] *= 2
         answer = "epoch 2, step 1: the processes have taken different numbers of steps"
+    elif what == "extra step":  # of the images that an epoch leaves out
+        lines.append(taken[-1] | {"step": 5, "taken": ["0" * audit.DIGITS] * 2})
+        answer = "epoch 2 has only 5 steps, not 6"
     elif what == "gap":
         lines.remove(taken[1])
         answer = "epoch 2, step 2 follows epoch 2, step 1"
