@@ -75,6 +75,10 @@ def test_a_case_that_fails_or_takes_too_long_is_ended_with_its_children(tmp_path
     with pytest.raises(UserError, match="longer than 2 s: a smaller -b"):
         bench_step.run(words, options("--limit", "2"), tmp_path)
     assert not wait_for_group(int((tmp_path / "group").read_text()))
+    with pytest.raises(UserError, match="no case could be measured") as error:
+        words = ["sh", "-c", "exit 75"]
+        bench_step.rounds.measure([""], 1, lambda _: bench_step.run(words, options(), tmp_path))
+    assert error.value.code == 75, "a machine that is too busy"
 
 
 @pytest.mark.parametrize(("cuda", "ratio"), [(False, "1.25"), (True, "2.00")])
@@ -135,6 +139,13 @@ def test_the_steps_of_a_usual_loop():
 def test_a_step_is_timed_without_those_that_warm_up(monkeypatch):
     """By simulated clocks: the first two steps take 100 s, each of the others 2 s, and half of that
     in CPU time. Each sends 3 MB."""
+    rows = [
+        f"{name}: {' '.join(f'{n}{i}' for i in range(16))}"
+        for n, name in ((5, "    lo"), (7, "  eth0"), (9, " eth10"))
+    ]
+    with monkeypatch.context() as patch:  # the columns of received and of sent bytes: 0 and 8
+        patch.setattr(Path, "read_text", lambda _: "\n".join(["", "", *rows]))
+        assert steps.sent_bytes() == 78 + 98, "not those of loopback"
     now = [0.0]
 
     def step():
