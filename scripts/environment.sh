@@ -76,6 +76,9 @@ choose_python() {
     local files=("$root/requirements.txt" "$@") venv=$root/.venv base= python why listed chosen
     local shell=$BASHPID
     mapfile -t listed < <(pythons)
+    # A .venv that the user has made and filled is not filled again.
+    [ -n "${PYTHON:-}" ] || [ ! -x "$venv/bin/python" ] || [ -e "$venv/.installed" ] ||
+        listed+=("$venv/bin/python")
     for python in "${listed[@]}"; do
         "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || continue
         base=${base:-$python}

@@ -390,17 +390,21 @@ def test_quickstart_keeps_the_global_batch_and_repeats_nothing(set_up):
     assert f"python {set_up.root}/imagenet_nd.py -a resnet50 {set_up.root}/images\n" in done.out
 
 
-@pytest.mark.parametrize("how", ["on PATH", "PYTHON"])
+@pytest.mark.parametrize("how", ["on PATH", "PYTHON", "own .venv"])
 def test_a_python_that_has_everything_is_taken_and_named(set_up, how):
     """Also if no environment is active, as in a container, or under pyenv."""
-    (set_up.bin / "python3").unlink()
     python = set_up.bin / "python"
+    if how == "own .venv":  # which nobody has activated, as in a job of cron
+        python = set_up.root / ".venv/bin/python"
+        python.parent.mkdir(parents=True)
+    else:
+        (set_up.bin / "python3").unlink()
     program(python, f'#!/bin/bash\nexec {sys.executable} "$@"')
     given = {"PYTHON": str(python), "PATH": "/usr/bin:/bin"} if how == "PYTHON" else {}
     code, out = set_up.run(VIRTUAL_ENV="", **given)
     assert code == 0, out
     assert f"Python: {python}, which has all packages\n" in out
-    assert not (set_up.root / ".venv").exists()
+    assert (set_up.root / ".venv").exists() == (how == "own .venv") and not set_up.installed()
 
 
 def test_commands_without_packages_prefer_our_environment_to_the_systems_python(set_up):
