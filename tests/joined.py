@@ -65,8 +65,8 @@ class Forked(Running):
         self.errors = open(err, "w+")
         process = _fork(script, words, environment(**env), (out, err))
 
-        def wait() -> int:
-            process.join()
+        def wait(seconds: float | None = None) -> int:
+            process.join(seconds)
             return process.exitcode
 
         def poll() -> int | None:

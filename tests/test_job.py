@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from joined import Forked
 from running import Process, Running, descendants, eventually, everyone
 
 sys.path.append(str(ROOT / "scripts/ssh"))
@@ -110,7 +111,7 @@ def start(tmp_path):
         options = {"names": names.split(), "elastic": elastic, "silence": silence, "grace": grace}
         options |= {"dir": str(tmp_path), "ssh": "ssh", "env": env, "wait": 600, "quick": quick}
         options |= dict.fromkeys(("port", "python"))
-        return Running("-c", JOB, json.dumps(options))
+        return Forked("imagenet_nd", json.dumps(options), BEFORE=JOB)  # JOB exits before the script
 
     return start
 
@@ -140,8 +141,9 @@ def ended(run: Running) -> tuple[int, str]:
 )
 def test_the_exit_code_of_a_job(start, tmp_path, codes, code, said):
     with start("a b") as run:
-        run.until(r"^\[b\] rank 1 of 2 at 10.0.0.1")
-        assert eventually(lambda: len(run.meet_family()) >= 4)
+        for _ in "ab":
+            run.until(r"^\[[ab]\] rank [01] of 2 at 10.0.0.1")
+        assert len(run.meet_family()) >= 4
         for name, own in zip("ab", codes, strict=True):
             if own is not None:
                 (tmp_path / name).write_text(str(own))
