@@ -276,6 +276,15 @@ def test_up_to_eight_lines_have_their_names_at_their_ends(number, named):
     assert len(figure.axes[0].texts) == named and len(figure.legends) == (not named)
 
 
+@pytest.mark.parametrize(("last", "log"), [(0.2, ""), (0.05, "y"), (0.0, "")])
+def test_losses_that_differ_by_more_than_50_times_get_a_logarithmic_axis(tmp_path, last, log):
+    """But not 0, which has no place there."""
+    epochs = {1: {"Loss/val": 5.0, "Top1/val": 1.0}, 2: {"Loss/val": last, "Top1/val": 99.0}}
+    write(tmp_path / "a", epochs)
+    charts = [pictures.curves(table(tmp_path)[2], f"{x}/val", "epochs") for x in ("Loss", "Top1")]
+    assert [chart.log for chart in charts] == [log, ""]
+
+
 def test_by_default_a_comparison_lies_beside_the_runs(tmp_path, monkeypatch):
     file = write(tmp_path / "runs" / "a", epochs_of(100, 64))
     monkeypatch.chdir(tmp_path / "runs" / "a")
