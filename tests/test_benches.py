@@ -9,6 +9,7 @@ import sys
 import time
 import weakref
 from argparse import Namespace
+from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -315,6 +316,17 @@ def test_methods_are_compared_with_one_node_and_with_the_first_method(
         ["2", "int8", "13.0", "100", "10", "100%", "2.00"],
     ]
     assert "2 nodes: use --comm int8, 100 ms per step; fp32: 200 ms, so int8 saves 50%" in out
+
+
+def test_links_of_nodes_that_sleep_are_slower_by_both_factors(monkeypatch):
+    limits, figures = [], {name: [{"ms_per_step": 90}] for name in ("alone", "fp16")}
+    spaces = bench_network.namespaces
+    monkeypatch.setattr(spaces, "network", lambda n: nullcontext([Namespace(enter=())] * n))
+    monkeypatch.setattr(spaces, "limit", lambda _, rate, latency: limits.append(rate))
+    monkeypatch.setattr(bench_network.commands, "run", lambda *_, **__: [json.dumps(figures)])
+    line = "--sleep vgg19 --methods fp16 --gbit 8 --slow-down 16 --shrink 4"
+    assert bench_network.main(line.split()) == 0
+    assert limits == ["125000000bit"] * 2
 
 
 def test_a_more_exact_method_is_worth_a_little_time():
