@@ -15,6 +15,7 @@ import event_files
 import pytest
 from conftest import python, scalars, summary, train
 from joined import start
+from PIL import Image
 from running import assert_same_weights
 
 from utils.run.tracker import Tracker
@@ -75,15 +76,19 @@ def test_a_killed_and_resumed_run_is_one_run_with_each_point_once(folder, tmp_pa
     killed = {833: {"Step/loss": 7.0}, 1000: {"Step/loss": 7.0}, 1001: {"Step/loss": 7.0}}
     event_files.write(run, killed)
     (run / "wandb/offline-run-20260101_000000-another").mkdir()  # as where WANDB_DIR is of all runs
+    number = (run / "wandb.id").read_text()
+    synced = run / f"wandb/offline-run-20260102_000000-{number}"
+    synced.mkdir()
+    (synced / f"run-{number}.wandb.synced").touch()
     env = OFFLINE | {"WANDB_PROJECT": "mine"}
     done = train("imagenet_nd.py", *words, "--resume", "auto", folder, **env)
     assert done.err == "" and "warning" not in done.out
-    sessions = sorted(run.glob(f"wandb/offline-run-*-{(run / 'wandb.id').read_text()}"))
+    sessions = sorted({*run.glob(f"wandb/offline-run-*-{number}")} - {synced})
     sync = f"wandb sync {' '.join(map(str, sessions))}\n"
     assert sync in done.out, "the terminal says where the run went, both sessions of it"
     assert_same_weights(run, tmp_path / "plain")
     files = list(run.glob("wandb/offline-run-*/run-*.wandb"))
-    assert [file.stem for file in files] == [f"run-{(run / 'wandb.id').read_text()}"] * 2
+    assert [file.stem for file in files] == [f"run-{number}"] * 2
     drawn = {
         tag: [(x / 1000 if tag.startswith("Step/") else x, y) for x, y in points]
         for tag, points in scalars(run).items()
@@ -107,7 +112,9 @@ from pathlib import Path
 from utils.run import tracker
 
 tracker.WAIT = 3.0
+hook = sys.excepthook
 sink = tracker.Tracker(Path(sys.argv[1]), {}, {"best_top1": 5.0})
+assert sys.excepthook is hook, "or errors of the training would be no single lines"
 services = os.popen(f"pgrep -P {os.getpid()} ^wandb-").read().split()
 assert services
 for process in services:
@@ -147,12 +154,29 @@ def test_points_that_are_trained_anew_are_not_sent_and_the_log_says_so(
     package = mock.MagicMock()
     package.init.return_value.offline = False
     monkeypatch.setitem(sys.modules, "wandb", package)
-    event_files.write(tmp_path, {1: {"Top1/val": 5.0}, 2000: {"Step/loss": 1.0}, 3: {"Lr": 0.1}})
+    both = {"Step/loss": 1.0, "Images/train": 1.0}
+    event_files.write(tmp_path, {1: {"Top1/val": 5.0}, 2000: both, 3: {"Lr": 0.1}})
     (tmp_path / "wandb.id").write_text("0123")
     sink = Tracker(tmp_path, {"start_epoch": epoch}, {})
     sink.close()
     known = f"keeps the points that it has of this run, up to epoch 2: .* {tmp_path}/wandb.id"
     assert [bool(re.search(known, text)) for text in logged].count(True) == said
+
+
+def test_an_error_in_a_training_is_said_once(tmp_path, logged, monkeypatch):
+    package = mock.MagicMock()
+    package.init.return_value.offline = False
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    sink = Tracker(tmp_path, {}, {"best_top1": 5.0, "best_loss": None, "arch": "x"})
+    sink.image("Images/train", Image.new("RGB", (1, 1)), 1001)
+    package.log.assert_called_once_with({"Images/train": package.Image(), "epoch": 1.001})
+    package.log.side_effect = OSError("no network")
+    for epoch in (1, 2):
+        sink.scalars({"Lr": 0.1}, epoch)
+    sink.close()
+    told = "warning: wandb cannot be used (no network): training continues without it"
+    assert [text for text in logged if "cannot" in text] == [told]
+    package.init().summary.update.assert_called_once_with({"best_top1": 5.0})
 
 
 def test_a_missing_package_is_one_line(folder, parse, monkeypatch):
