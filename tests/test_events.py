@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import TORCHVISION_MODEL, scalars, summary, train
 from event_files import note, table
 from running import fill, small_disk
@@ -23,10 +24,11 @@ from utils.run.tensorboard import EventFile, cut_off
 @pytest.fixture
 def written(tmp_path):
     """The event file of six epochs: a text, a scalar an epoch, four points of a Step/ curve, the
-    figures of DATA/test, once in the middle."""
+    figures of DATA/test, once in the middle, and the picture of the second epoch's first batch."""
     with SummaryWriter(str(tmp_path)) as writer:
         writer.add_text("options", "lr 0.1", 0)
         writer.add_scalar("Top1/test", 60.0, 2)
+        writer.add_image("Images/train", torch.zeros(3, 2, 2), 1001)
         for x in range(250, 6001, 250):
             writer.add_scalar("Step/loss", x, x)
         for epoch in range(1, 7):
@@ -70,6 +72,7 @@ def test_only_later_points_are_removed(written, epoch, step_x, lost):
     events = EventAccumulator(str(written.parent)).Reload()
     assert events.Tags()["tensors"] == ["options/text_summary"]
     assert events.file_version == 2.0, "the header is there"
+    assert [picture.step for picture in events.Images("Images/train")] == [1001]
     times = [point.wall_time for point in events.Scalars("Loss/train")]
     assert times == [1000.0 + e for e in range(1, epoch + 1)]
 
@@ -106,14 +109,15 @@ def test_a_file_that_could_not_be_opened_loses_nothing(tmp_path, logged):
     events = EventFile(tmp_path, opening({"lr": 0.1}))
     events.scalars({"Loss/train": 1.0}, 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
-    try:
-        events.scalars({"Loss/train": 2.0}, 2)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    events.scalars({"Loss/train": 3.0}, 3)
-    assert scalars(tmp_path)["Loss/train"] == [(1, 1.0), (3, 3.0)]
-    assert len(logged) == 1 and "its curves have a gap" in logged[0]
+    for x in (2, 4):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+        try:
+            events.scalars({"Loss/train": 2.0}, x)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        events.scalars({"Loss/train": 3.0}, x + 1)
+    assert scalars(tmp_path)["Loss/train"] == [(1, 1.0), (3, 3.0), (5, 3.0)]
+    assert len(logged) == 2 and all("its curves have a gap" in text for text in logged)
 
 
 def test_only_changed_code_marks_the_commit(tmp_path, monkeypatch):
