@@ -16,7 +16,7 @@ import pytest
 import torch
 from checks import node as one_node
 from checks import together
-from checks.findings import ERROR, OK, WARNING
+from checks.findings import ERROR, OK, WARNING, Finding
 from conftest import ROOT, TIMEOUT, Result, draw_folder, shell
 from nodes import Node, Nodes, need, type_on_each
 from running import free_port
@@ -267,18 +267,37 @@ def test_another_nccl_is_an_error_where_it_is_used(gpus, level):
     assert (found.level, found.text[:12]) == (level, "NCCL differs")
 
 
-def test_hosts_are_asked_what_was_asked_here(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("levels", "said"),
+    [
+        ([OK], "all is well (1 checks)"),
+        ([OK, WARNING], "0 errors, 1 warning"),
+        ([OK, WARNING, WARNING, ERROR], "1 error, 2 warnings"),
+    ],
+)
+def test_the_exit_code_is_that_of_the_worst_finding(monkeypatch, capsys, levels, said):
+    for name in ("prepare", "print_first_line"):
+        monkeypatch.setattr(doctor.launch, name, lambda: None)
+    findings = [Finding(level, "text", "") for level in levels]
+    monkeypatch.setattr(together, "check_all", lambda _: findings)
+    args = argparse.Namespace(rank=0, nodes=1, arch="resnet18")
+    assert doctor.examine(args) == {OK: 0, WARNING: 1, ERROR: 2}[levels[-1]]
+    assert capsys.readouterr().out.splitlines()[-1] == f"node 0: {said}"
+
+
+@pytest.mark.parametrize(("given", "waits"), [(["--wait=0.0"], "--wait=0.0"), ([], "--wait=20")])
+def test_hosts_are_asked_what_was_asked_here(monkeypatch, tmp_path, given, waits):
     (tmp_path / "hosts").write_text("a slots=2\nb\n")
     words = ["--data=d", "--arch=a", "--batch-size=1", "--image-size=2", "--need=3.0"]
-    words += ["--output-dir=o", "--wait=0.0"]
+    words.append("--output-dir=o")
     jobs = []
     monkeypatch.setattr(
         doctor, "Job", lambda *given: jobs.append(given) or argparse.Namespace(run=int)
     )
-    monkeypatch.setattr(sys, "argv", ["doctor.py", *words, str(tmp_path / "hosts")])
+    monkeypatch.setattr(sys, "argv", ["doctor.py", *words, *given, str(tmp_path / "hosts")])
     assert doctor.main() == 0
     ((_, command, machines, _),) = jobs
-    assert command == ["scripts/doctor.py", *words]
+    assert command == ["scripts/doctor.py", *words, waits]
     assert [(one.name, one.slots) for one in machines] == [("a", None), ("b", None)]
 
 
