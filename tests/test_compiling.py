@@ -17,7 +17,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 counter, real = CompileCounter(), torch.compile
 def compile(module, mode, dynamic):
-    print("mode:", mode)
+    print("mode:", mode, "dynamic:", dynamic)
     return real(module, backend=counter, dynamic=dynamic)
 torch.compile = compile
 import imagenet_nd
@@ -33,7 +33,7 @@ def test_training_is_compiled_once_for_each_size_and_evaluation_not(folder, tmp_
     options += ("--progressive", "24,40", "--compile", "reduce-overhead")
     done = python("-c", COUNTED, *options, "--output-dir", tmp_path, folder)
     assert done.code == 0, done.err
-    assert "mode: reduce-overhead\n" in done.out
+    assert "mode: reduce-overhead dynamic: False\n" in done.out
     assert "compiled: 2\n" in done.out
     assert done.out.count("with compilation") == 1
 

@@ -115,6 +115,7 @@ def test_the_models_share_of_the_peak():
     assert model.training
     block = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)  # torch has a faster path
     operations = flops.of_image(block, torch.zeros(1, 5, 8))
+    assert torch.backends.mha.get_fastpath_enabled(), "again"
     products = 2 * 5 * (4 * 8 * 8 + 2 * 8 * 16)  # those of attention itself a CPU does not count
     assert products <= operations <= products + 2 * 2 * 5 * 5 * 8
     assert flops.peak("Tesla T4", "fp16") == 65e12
