@@ -166,6 +166,27 @@ def test_a_rank_that_is_stopped_while_it_waits_for_others_ends_those_that_wait(m
     assert told == f"on {socket.gethostname()}: SIGTERM has stopped it; run the same command again"
 
 
+def test_the_end_of_rank_0_is_named_while_the_others_meet(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    address, fork = ("127.0.0.1", free_port()), multiprocessing.get_context("fork")
+    first = fork.Process(target=meeting.meet_all, args=(address, 0, 3, 60.0), daemon=True)
+    first.start()
+    sleep, waits = time.sleep, threading.Event()
+
+    def slept(seconds: float) -> None:
+        waits.set()
+        sleep(seconds)
+
+    monkeypatch.setattr(time, "sleep", slept)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(meeting.meet_all, address, 1, 3, 60.0)
+        assert waits.wait(60)
+        first.kill()
+        with pytest.raises(UserError, match=r"^lost touch with the store .* node 0: look") as error:
+            other.result()
+    assert error.value.code == 69
+
+
 @pytest.mark.parametrize("restarts", ["0", "1"])
 def test_a_rank_that_fails_before_it_comes_tells_the_others_why(monkeypatch, restarts):
     """Unless the job is elastic, and may go on without it."""
