@@ -267,8 +267,8 @@ def follow(me: Facts, master: tuple[str, int], wait: float, instead: UserError |
     process that acts as node 0 there ends as well, and then raises ``instead``.
     """
     there = f"{master[0]}:{master[1]}"
-    text = f"what answers at {there} is not node 0 of this job ({{}}): does another program use "
-    text += f"this port? If so, choose another {SAME_PORT} on every node"
+    text = f"what answers at {there} is not node 0 of this job ({{}}): is it a training that has "
+    text += f"begun? Otherwise choose another {SAME_PORT} on every node"
     try:
         connection = connect(*master, wait, sys.stdout)
         with connection, connection.makefile("rb") as file:
