@@ -116,7 +116,8 @@ choose_python() {
     fi
     # Remove the stamp first: after an interruption it would name versions that are not installed.
     grep -qsF "$versions" "$stamp" || rm -f "$stamp"
-    "$base" -m venv "$venv" || fail "$base cannot make a virtual environment (on Debian and" \
+    # It makes no folder in place of a link, such as one to a disk with more space.
+    "$base" -m venv "$(readlink -m "$venv")" || fail "$base cannot make a virtual environment (on Debian and" \
         "Ubuntu: apt install python3-venv)"
     local arguments=() errors
     for file in "${files[@]}"; do arguments+=(-r "$file"); done

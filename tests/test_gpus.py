@@ -228,7 +228,8 @@ def test_wrappers_end_with_the_error_and_without_gpus_the_log_says_so(bin_folder
 PYTHON = """#!/bin/bash
 # In place of python: venv and pip only note what they were asked for.
 case "$*" in
-*"-m venv"*) mkdir -p "${@: -1}/bin"; cp "$0" "${@: -1}/bin/python" ;;
+*"-m venv"*) [ ! -L "${@: -1}" ] || exit 1 # as the real one
+    mkdir -p "${@: -1}/bin"; cp "$0" "${@: -1}/bin/python" ;;
 *"-m pip"*)
     echo "Collecting torch"
     echo "$*" >>LOG
@@ -274,6 +275,7 @@ def set_up(tmp_path, bin_folder):
 
 def test_the_set_up_installs_a_torch_for_the_driver_once(set_up):
     more = ("tests/requirements.txt",)  # as scripts/test.sh does
+    (set_up.root / ".venv").symlink_to("on another disk")  # whose quota is larger
     for driver, files, installed in (
         (550, (), [nvidia.CUDA12]),
         (550, (), []),
