@@ -346,10 +346,14 @@ def test_the_sentences(tmp_path, runs, target, expected):
 
 
 def test_speeds_that_differ_no_more_than_those_of_epochs_are_equal(tmp_path):
-    for name, rates in (("a", (100, 90, 110, 100)), ("b", (100, 103, 103, 103))):
-        epochs = {x: {"Throughput/train": rate} for x, rate in enumerate(rates, 1)}
+    for name, rates, top1 in (("a", (100, 60, 140, 100), 75), ("b", (100, 115, 115, 115), 60)):
+        epochs = {
+            x: {"Throughput/train": rate, "Top1/val": top1} for x, rate in enumerate(rates, 1)
+        }
         write(tmp_path / name, epochs, options=GOOD)
-    assert table(tmp_path)[2].sentences[0].startswith("a and b trained equally fast")
+    first, *_, last = table(tmp_path)[2].sentences
+    assert first.startswith("a and b trained equally fast")
+    assert last.startswith("Best top-1: 75.00 % (a) and 60.00 % (b)"), "accuracy fell with speed"
 
 
 def test_the_best_top_1_is_that_of_the_better_weights(tmp_path):

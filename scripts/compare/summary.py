@@ -205,7 +205,7 @@ def _lost_accuracy(group: list[Run], base: Run) -> list[str]:
         return []
     tops = {run: top for run in known if (top := run.points("Top1/val").get(common)) is not None}
     images = min(run.facts.get("val_images") or 0 for run in known)
-    if base not in tops:
+    if base not in tops or _same_speed(group, base):
         return []
     noise = max(SEEDS, _noise(tops[base], images) if images else SEEDS)
     worse = [run for run in tops if (run.speed_up or 0) > FASTER and tops[base] - tops[run] > noise]
@@ -223,18 +223,24 @@ def _is_chance(target: float, group: list[Run]) -> bool:
     return target <= CHANCE * 100 / classes
 
 
-def _speeds(group: list[Run], base: Run) -> list[str]:
-    """Say how much faster than ``base`` the others trained; with more than three, the fastest."""
-    ratios = {run: ratio for run in group if run is not base and (ratio := run.speed_up)}
-    if not ratios:
-        return []
+def _same_speed(group: list[Run], base: Run) -> bool:
+    """Whether the speeds of the runs differ no more than those of their epochs."""
 
     def spread(run: Run) -> float:
         """Return the standard deviation of an epoch's speed, as a share of the mean."""
         rates = [rate for x, rate in run.points(RATE).items() if x > 1]
         return statistics.stdev(rates) / statistics.fmean(rates) if len(rates) > 1 else 0.0
 
-    if max(abs(one - 1) for one in ratios.values()) < max(SAME_SPEED, *map(spread, group)):
+    most = max(abs((run.speed_up or 1.0) - 1) for run in group if run is not base)
+    return most < max(SAME_SPEED, *map(spread, group))
+
+
+def _speeds(group: list[Run], base: Run) -> list[str]:
+    """Say how much faster than ``base`` the others trained; with more than three, the fastest."""
+    ratios = {run: ratio for run in group if run is not base and (ratio := run.speed_up)}
+    if not ratios:
+        return []
+    if _same_speed(group, base):
         who = _join(run.label for run in (base, *ratios))
         return [f"{who} trained equally fast: their speeds differ no more than those of epochs"]
     who = _join(run.label for run in ratios)
