@@ -319,6 +319,10 @@ def test_the_page_in_a_browser(place):
         reading = page.run("document.querySelector('.reading').textContent")
         assert reading.startswith(f"{names[0]}, predicted as {names[1]}: "), reading
         assert not page.errors
+        # On a telephone no number of the one row that is shown is broken into lines.
+        size = {"width": 400, "height": 600, "deviceScaleFactor": 1, "mobile": True}
+        page.call("Emulation.setDeviceMetricsOverride", **size)
+        assert page.run(f"{table}.tBodies[0].getBoundingClientRect().height") < 60
 
 
 EXPORTED = """
