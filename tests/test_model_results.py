@@ -15,7 +15,7 @@ import pytest
 import torch
 from browser import Page
 from conftest import ROOT, draw_folder, environment, python, shell, summary
-from results import figures, predictions
+from results import export, figures, predictions
 from results.predictions import Best, Predictions
 from torchvision.models import get_model
 
@@ -334,7 +334,7 @@ torch.save(model(torch.load("images.pt")), "logits.pt")
 
 
 @pytest.mark.parametrize("arch", ["resnet18", pytest.param("mnasnet0_5", marks=pytest.mark.long)])
-def test_an_exported_model_loads_elsewhere(arch, tmp_path):
+def test_an_exported_model_loads_elsewhere(arch, tmp_path, monkeypatch):
     """By the lines in the folder's README.md for torchvision, and by timm where it is installed."""
     pytest.importorskip("safetensors")
     model, names = get_model(arch, num_classes=3).eval(), ["a", "b", "ä"]
@@ -369,6 +369,11 @@ def test_an_exported_model_loads_elsewhere(arch, tmp_path):
         done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         assert torch.equal(torch.load(out / "logits.pt"), model(images))
+    written = []
+    monkeypatch.setattr("torch.onnx.export", lambda *words, **_: written.append(words[2]))
+    export.export(Best(tmp_path / "run"), out, onnx=True)
+    assert written == [out / "model.onnx"]
+    assert "`images`, float32 [n, 3, 64, 64]" in (out / "README.md").read_text()
 
 
 def test_real_labels_and_many_classes(tmp_path):

@@ -34,7 +34,8 @@ def export(best: Best, folder: Path, onnx: bool = False) -> list[Path]:
     paths[0].write_bytes(save(weights, {"format": "pt"}))
     paths[1].write_text(json.dumps(config(best), indent=1) + "\n", encoding="utf-8")
     facts = {"arch": best.arch, "count": len(best.classes), "is_timm": not blocks.is_own(best.arch)}
-    facts["resize"] = best.preprocessing.val_resize_size
+    facts |= {"resize": best.preprocessing.val_resize_size, "crop": best.preprocessing.crop}
+    facts["onnx"] = onnx
     readme = jinja2.Template(README.read_text(), trim_blocks=True, keep_trailing_newline=True)
     paths[2].write_text(readme.render(facts), encoding="utf-8")
     if onnx:
