@@ -116,6 +116,8 @@ def test_a_batch_beyond_what_is_known_is_named(changes, batch, patterns):
 
 def test_a_few_steps_of_a_large_batch_are_named():
     """As of a hundred photographs with the default batch."""
+    warnings = advice.step_warnings(Namespace(epochs=1), 128, 1)
+    assert warnings[0].startswith("only 1 step in all")
     cases = [(128, 1, 10, True), (32, 4, 10, True), (16, 1, 1, False), (128, 5, 10, False)]
     for batch, steps, epochs, warns in cases:
         warnings = advice.step_warnings(Namespace(epochs=epochs), batch, steps)

@@ -70,7 +70,7 @@ def step_warnings(args: Options, global_batch: int, steps: int) -> list[str]:
     """
     if (total := steps * args.epochs) >= FEW_STEPS or global_batch <= SMALL_BATCH:
         return []
-    text = f"only {total} steps in all, in which a model learns little"
+    text = f"only {total} step{'s' * (total > 1)} in all, in which a model learns little"
     return [f"{text}: use a smaller batch (-b), or more --epochs"]
 
 
