@@ -4,6 +4,7 @@ A start of a script imports torch for seconds. Here a server imports it once, an
 process has computed is seen by torch's own hooks alone.
 """
 
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -23,7 +24,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import running
 from conftest import AT_START, ROOT, SMALL, Result, environment
 from running import Running, free_port
 
@@ -56,14 +56,19 @@ def command(script: str, *words: object, **env: str) -> Result:
 
 
 class Forked(Running):
-    """A script in a fork of the server, in its own session, too. It forks its own processes."""
+    """A script, or "-m" and a module, in a fork of the server, in its own session, too.
+
+    A training script forks its own processes. Those of torchrun are new interpreters.
+    """
 
     def launch(self, script: str, *words: object, **env: str) -> SimpleNamespace:
         self.folder = tempfile.TemporaryDirectory()
         out, err = f"{self.folder.name}/out", f"{self.folder.name}/err"
         os.mkfifo(out)
         self.errors = open(err, "w+")
-        process = _fork(script, words, environment(**env), (out, err))
+        if script == "-m":
+            script, *words = importlib.util.find_spec(words[0]).origin, *words[1:]
+        process = _fork(script.removesuffix(".py"), words, environment(**env), (out, err))
 
         def wait(seconds: float | None = None) -> int:
             process.join(seconds)
@@ -77,10 +82,9 @@ class Forked(Running):
 
 
 def start(script: str, *arguments: object, launcher: tuple = (), **env: str) -> Running:
-    """Like `running.start`; without a ``launcher`` the script runs in a fork of the server."""
-    if launcher:
-        return running.start(script, *arguments, launcher=launcher, **env)
-    return Forked(script.removesuffix(".py"), *SMALL, *arguments, **env)
+    """Like `running.start`, but the script, or its launcher, runs in a fork of the server."""
+    first, *words = (*launcher, script, *SMALL, *arguments)
+    return Forked(first, *words, **env)
 
 
 def _server() -> Any:
@@ -121,6 +125,7 @@ def _as_command(
     os.environ.update(env)
     # A script marks the temporary folder as its own, and the next one clears it away.
     multiprocessing.current_process()._config.pop("tempdir", None)
+    tempfile.tempdir = None  # that of its own TMPDIR
     multiprocessing.process._parent_process = None  # a script that a person starts has none
     torch.set_num_threads(1)
     sys.argv = [f"{script}.py", *words]

@@ -21,8 +21,8 @@ import torch.distributed as dist
 import torchrun
 from conftest import ROOT, SMALL, summary
 from elastic_agent import ENDED, NODES, first_code
-from joined import command
-from running import TORCHRUN, Running, alone, descendants, eventually, free_port, start
+from joined import Forked, command, start
+from running import TORCHRUN, Running, alone, descendants, eventually, free_port
 
 from utils.run.snapshots import TrainState
 from utils.start import meeting, preflight, signals
@@ -264,7 +264,7 @@ def agent(store, tmp_path):
         options += [f"--rdzv_conf=is_host=false,last_call_timeout=1,{alive}", "--max_restarts=99"]
         script = (tmp_path / "train.py", tmp_path / node)
         off = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        return Running("scripts/torchrun.py", *options, *script, **off)
+        return Forked("scripts/torchrun.py", *options, *script, **off)
 
     return agent
 

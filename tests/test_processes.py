@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import running
 from conftest import ROOT, python, summary
-from joined import start
+from joined import Forked, start
 from running import TORCHRUN, Process, Running, eventually, everyone
 
 from utils.start import errors, launch, signals, temporary
@@ -72,12 +72,18 @@ def marked(mark: str) -> list[Process]:
 )
 def test_nothing_outlives_the_process_that_was_typed(folder, tmp_path, way, least, training):
     """Ranks that still import torch, which takes seconds, have to notice that it is gone."""
+    if training:
+        with endless(way, folder, tmp_path) as run:
+            run.until(r"step +3/")
+            assert len(run.meet_family()) >= least
+            run.send(signal.SIGKILL)
+            run.process.wait()
+            assert all_gone(run), run.family
+        return
     mark = f"{tmp_path}/{random.getrandbits(40):x}"
     with endless(way, folder, tmp_path, start=running.start, MARK=mark) as run:
-        if training:
-            run.until(r"step +3/")
-        assert eventually(lambda: len(marked(mark)) >= (least if training else least - 1))
-        time.sleep(0 if training else random.uniform(0, 0.7))
+        assert eventually(lambda: len(marked(mark)) >= least - 1)
+        time.sleep(random.uniform(0, 0.7))
         run.send(signal.SIGKILL)
         run.process.wait()
         try:
@@ -162,11 +168,11 @@ def test_temporary_folders_of_a_killed_run_are_removed_by_the_next(tmp_path):
     with tempfile.TemporaryDirectory(dir="/tmp") as short:
         (Path(short) / "pymp-foreign").mkdir()
         env = {"TMPDIR": short, "PYTHONPATH": str(ROOT)}
-        with Running(*line, **env) as lives:
+        with Forked(*line, **env) as lives:
             for _ in range(2):
                 lives.until("has begun")
             of_living = left()
-            with Running(*line, **env) as killed:
+            with Forked(*line, **env) as killed:
                 for _ in range(2):
                     killed.until("has begun")
                 assert len(left() - of_living) == 3

@@ -26,15 +26,6 @@ def command(way: str, folder: Path, runs: Path) -> list[str]:
     return [str(word) for word in words]
 
 
-def begin(way: str, words: list[str], before: str, **env: str) -> Running:
-    """Start a command after the code ``before``, without the import of torch unless by torchrun."""
-    if way != "torchrun":
-        script, *rest = words
-        return Forked(script.removesuffix(".py"), *rest, BEFORE=before, **env)
-    become = f"{before}\nimport os, sys; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
-    return Running("-c", become, *words, **env)
-
-
 # A shell's way of starting a command whose process group ignores signals, as nohup and `&` do.
 IGNORE = "import signal; [signal.signal(n, signal.SIG_IGN) for n in (1, 2)]"
 
@@ -42,7 +33,7 @@ IGNORE = "import signal; [signal.signal(n, signal.SIG_IGN) for n in (1, 2)]"
 @pytest.mark.parametrize("way", ["nd", "spawn", "torchrun"])
 def test_an_ignored_signal_stays_ignored(folder, tmp_path, way):
     """SIGHUP after nohup, SIGINT of a script's background process; SIGTERM still ends the run."""
-    with begin(way, command(way, folder, tmp_path), IGNORE, STEP_SECONDS="0.1") as run:
+    with Forked(*command(way, folder, tmp_path), BEFORE=IGNORE, STEP_SECONDS="0.1") as run:
         run.until("starting" if way == "torchrun" else "")  # the first line
         for signum in (signal.SIGHUP, signal.SIGINT):
             run.send(signum, group=True)
@@ -69,7 +60,7 @@ def test_a_terminal_that_closes_ends_the_run_with_a_snapshot(folder, tmp_path, w
     master, terminal = pty.openpty()
     # The first process of a session gets the terminal that it opens.
     opens = f"import os; [os.dup2(os.open({os.ttyname(terminal)!r}, 2), n) for n in range(3)]"
-    with begin(way, command(way, folder, tmp_path), opens, STEP_SECONDS="0.1") as run:
+    with Forked(*command(way, folder, tmp_path), BEFORE=opens, STEP_SECONDS="0.1") as run:
         seen = ""
         while "Epoch 1/10000  train" not in seen:  # after a progress bar
             seen += os.read(master, 4096).decode()
@@ -103,8 +94,8 @@ LONG = pytest.mark.long
 )
 def test_a_stop_before_the_first_step_is_one_line(folder, tmp_path, way, signum, after):
     """It imports torch; or rank 0 waits for rank 1 in C++, at most for --dist-timeout."""
-    slow = "0" if way == "nd" else "1"
-    with Running(*command(way, folder, tmp_path), SLOW_START_IN=slow) as run:
+    slow, start = "0" if way == "nd" else "1", Running if "starting" in after else Forked
+    with start(*command(way, folder, tmp_path), SLOW_START_IN=slow) as run:
         run.until(after)
         run.meet_family()
         run.send(signum, group=True)
@@ -148,7 +139,7 @@ def test_a_second_interrupt_of_torchrun_does_not_wait_for_the_step(tmp_path, dro
     if dropped:
         (tmp_path / "sitecustomize.py").write_text(DROPPING)
     line = (*OURS, "--nproc_per_node=2", tmp_path / "train.py")
-    with Running(*line, PYTHONPATH=str(tmp_path)) as run:
+    with Forked(*line, PYTHONPATH=str(tmp_path)) as run:
         for _ in range(2):
             run.until("up")
         run.meet_family()
