@@ -84,10 +84,10 @@ def test_places_by_hand(clean, line, env, visible, places, nodes):
 
 
 def test_the_wrappers_torchrun_takes_a_node_to_the_preflight_check(clean):
-    """With a process for each GPU, and a part of the cores for each."""
+    """With a process for each GPU."""
     check = mock.Mock()
     clean.setattr(preflight, "meet", check)
-    clean.setattr(torchrun, "usable_cores", lambda: 7)
+    os.environ["OMP_NUM_THREADS"] = "5"
     clean.setattr(torch.cuda, "device_count", lambda: 3)
     clean.setenv("IMAGENET_ALL_UP", "1 2 a:7")
     args = argparse.Namespace(nproc_per_node="gpu", training_script_args=["--dist-timeout", "9"])
@@ -95,7 +95,7 @@ def test_the_wrappers_torchrun_takes_a_node_to_the_preflight_check(clean):
     torchrun.prepare(args)
     assert args.rdzv_conf == "timeout=7", "given by the user"
     assert check.mock_calls == [mock.call(1, 2, 3, ("a", 7), 9.0)]
-    assert (args.nproc_per_node, os.environ["OMP_NUM_THREADS"]) == ("3", "2")
+    assert (args.nproc_per_node, os.environ["OMP_NUM_THREADS"]) == ("3", "5"), "as given, too"
 
 
 @pytest.mark.parametrize(
