@@ -267,6 +267,15 @@ def test_another_nccl_is_an_error_where_it_is_used(gpus, level):
     assert (found.level, found.text[:12]) == (level, "NCCL differs")
 
 
+def test_as_many_gpus_of_another_kind_are_noticed():
+    nodes = [
+        together.Report(gpu, [gpu], together.facts(None, [gpu]), [], 0.0, None, [])
+        for gpu in ("T4", "A100")
+    ]
+    (found,) = together.compare_facts(nodes)
+    assert (found.level, found.text[:12]) == (WARNING, "GPUs differs")
+
+
 @pytest.mark.parametrize(
     ("levels", "said"),
     [
