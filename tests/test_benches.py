@@ -23,7 +23,7 @@ from batches import noise_index
 from bench import photographs, steps
 from conftest import python
 from gpu_report import Part
-from joined import Job, run_jobs
+from joined import Job, command, run_jobs
 from nodes import need
 from PIL import Image
 from preparing import put, tar_bytes
@@ -135,6 +135,12 @@ def test_the_steps_of_a_usual_loop():
     assert float(row["CPU ms per image"]) > 0 and float(row["GiB"]) > 0
     rate = float(row["images/s"]) * float(row["ms per step"])
     assert rate == pytest.approx(4000, rel=0.1)
+
+
+@pytest.mark.parametrize("kind", ["examples", "torchvision"])
+def test_a_usual_loop_trains_on_fewer_classes_than_five(folder, kind):
+    done = command("scripts/bench/peer_loops", kind, *SMALL, "-j", 0, "--data", folder)
+    assert done.code == 0 and "top-5 100.0000" in done.out, done
 
 
 def test_a_step_is_timed_without_those_that_warm_up(monkeypatch):

@@ -74,7 +74,7 @@ def main() -> None:
 
     @torch.no_grad()
     def measure_accuracy(loss: Tensor, logits: Tensor, targets: Tensor) -> None:
-        best = logits.topk(5, 1).indices.t()
+        best = logits.topk(min(5, classes), 1).indices.t()
         hits = best.eq(targets.view(1, -1).expand_as(best))
         meters["loss"].append(loss.item())
         for k in (1, 5):
