@@ -2,6 +2,7 @@
 
 import csv
 import itertools
+import math
 import re
 import shutil
 import sys
@@ -181,6 +182,10 @@ def test_runs_that_cannot_be_compared_have_no_common_charts(tmp_path, capsys, mo
     for _, _, drawing in pictures.drawings(comparison):
         assert {line["name"] for line in drawing["data"]} == {"a", "c"}
         colours = {line["name"]: line["line"]["color"] for line in drawing["data"]}
+        axes = [one["domain"] for key, one in drawing["layout"].items() if key.startswith("yaxis")]
+        assert (axes[0][1], axes[-1][0]) == (1.0, pytest.approx(0.0, abs=1e-9))
+        for above, below in itertools.pairwise(axes):
+            assert above[0] - below[1] > 0.03, "there is space for a title"
     # A run has one colour, on the page and in all pictures.
     plan = pictures.plan(comparison)
     bars, lines = plan["training_throughput"]().axes[0], plan["top1_val"]().axes[0].lines
@@ -278,11 +283,13 @@ def test_up_to_eight_lines_have_their_names_at_their_ends(number, named):
 
 @pytest.mark.parametrize(("last", "log"), [(0.2, ""), (0.05, "y"), (0.0, "")])
 def test_losses_that_differ_by_more_than_50_times_get_a_logarithmic_axis(tmp_path, last, log):
-    """But not 0, which has no place there."""
+    """But not 0, which has no place there. The name of a line is at its end on either axis."""
     epochs = {1: {"Loss/val": 5.0, "Top1/val": 1.0}, 2: {"Loss/val": last, "Top1/val": 99.0}}
     write(tmp_path / "a", epochs)
     charts = [pictures.curves(table(tmp_path)[2], f"{x}/val", "epochs") for x in ("Loss", "Top1")]
     assert [chart.log for chart in charts] == [log, ""]
+    name = page.drawing([(charts[0], None)], {})["layout"]["annotations"][-1]
+    assert name["y"] == pytest.approx(math.log10(last) if log else last)
 
 
 def test_by_default_a_comparison_lies_beside_the_runs(tmp_path, monkeypatch):
