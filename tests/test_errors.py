@@ -7,6 +7,7 @@ import re
 import runpy
 import shutil
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import torch
 from conftest import ROOT, SMALL, TORCHVISION_MODEL, Result, draw_folder, python, shell, summary
 from running import TINY_LINE, TORCHRUN, alone
 
+from utils.start import errors
 from utils.start.addresses import free_port
 from utils.start.errors import UserError, report
 from utils.start.known_errors import REQUIRED, explain
@@ -371,6 +373,18 @@ def test_torchrun_reports_a_process_that_it_has_stopped_as_no_cause(tmp_path):
     message = json.loads(file.read_text())["message"]
     assert message["message"] == "SIGTERM: stopped, as another process has failed"
     assert int(message["extraInfo"]["timestamp"]) > now, "the earliest one is shown as the cause"
+
+
+def test_of_torchruns_processes_one_prints_an_error_and_all_have_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(errors, "_ending", threading.RLock())
+    monkeypatch.delenv("IMAGENET_REPORTED", raising=False)
+    for rank in "01":
+        file = tmp_path / f"attempt_0/{rank}/error.json"
+        file.parent.mkdir(parents=True)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+        assert errors.report(UserError("gone", on_every_rank=True)) == 2
+        assert json.loads(file.read_text())["message"]["message"] == "error: gone"
+    assert capsys.readouterr().err == "error: gone\n"
 
 
 def test_an_error_that_the_first_process_does_not_have_is_reported_by_the_other():
