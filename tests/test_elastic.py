@@ -36,8 +36,8 @@ from hosts import Host
 
 RESTARTS = (*TORCHRUN, "--max-restarts=1", "--nproc_per_node=2")
 NAMED = ("--name", "a", "--resume", "auto")
-PEERS = 2 * [("a (node 0)", "10.0.0.1")] + 2 * [("b (node 1)", "10.0.0.2")]
-CLOSED = "[/src/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:1234"
+PEERS = 2 * [("a (node 0)", "10.0.0.2")] + 2 * [("b (node 1)", "10.0.0.21")]
+CLOSED = "[/src/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.21]:1234"
 REMOTE = "NCCL error in: a.cpp:1, remote process exited or there was a network error"
 
 
