@@ -13,14 +13,16 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 import torchrun
 from conftest import ROOT, SMALL, summary
-from elastic_agent import ENDED, NODES, first_code
+from elastic_agent import ENDED, NODES, Agent, first_code
 from joined import Forked, command, start
 from running import TORCHRUN, Running, alone, descendants, eventually, free_port
 
@@ -296,6 +298,14 @@ def test_which_failures_are_worth_a_restart(agent, store, codes, code, starts, s
     assert store.check([ENDED]) == bool(said)
 
 
+@pytest.mark.parametrize(("nodes", "is_lost"), [(1, False), (2, False), (3, True)])
+def test_a_node_is_lost_if_the_job_has_more_than_there_are(nodes, is_lost):
+    """One that is there may still have to join."""
+    messages = SimpleNamespace(check=lambda _: True, get=lambda _: b"2")
+    agent = SimpleNamespace(next_look=0.0, messages=messages)
+    assert Agent._has_lost_node(agent, SimpleNamespace(group_world_size=nodes)) == is_lost
+
+
 @pytest.mark.long
 def test_bad_input_of_a_new_node_and_the_loss_of_a_node_leave_the_other(agent, store, tmp_path):
     """A node that is gone does not say so: its number in the store does."""
@@ -323,13 +333,17 @@ def test_bad_input_of_a_new_node_and_the_loss_of_a_node_leave_the_other(agent, s
 
 
 def test_only_failures_soon_after_the_start_count_as_failures_in_a_row():
-    """The launcher's own count, of a node that goes down again and again."""
+    """The launcher's own count, of a node that goes down again and again, and an agent's."""
+    agent = SimpleNamespace(starts=2, quick=0, was_bad_input=False, messages=mock.Mock())
     job = Elastic(SimpleNamespace(elastic=(1, 1), wait=1.0), [], [Host("a")], "")
     (node,) = job.nodes
     for number, seconds in enumerate((1.0, 1.0, 300.0, 119.0, 1.0, 1.0, 1.0, 1.0), 1):
         job.running, node.code, node.since = [node], 1, time.monotonic() - seconds
         job.ended(node)
         assert job.ending == ("failed" if number == 8 else "")
+        agent.began = time.monotonic() - seconds
+        with pytest.raises(UserError) if number == 8 else nullcontext():
+            Agent._judge(agent, 1)
     assert job.run_host is node.host
 
 
