@@ -72,6 +72,8 @@ def test_a_case_is_a_loop_and_additions():
 def test_a_case_that_fails_or_takes_too_long_is_ended_with_its_children(tmp_path):
     with pytest.raises(UserError, match=r"^sh -c .* failed with exit code 3: more / why$"):
         bench_step.run(["sh", "-c", "echo more >&2; echo why >&2; exit 3"], options(), tmp_path)
+    with pytest.raises(UserError, match=r"failed with exit code 4: printed$"):
+        bench_step.run(["sh", "-c", "echo printed; exit 4"], options(), tmp_path)
     words = ["sh", "-c", "echo $$ > group; sleep 600 & wait"]
     with pytest.raises(UserError, match="longer than 2 s: a smaller -b"):
         bench_step.run(words, options("--limit", "2"), tmp_path)
