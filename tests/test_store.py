@@ -132,6 +132,20 @@ def test_the_files_here_are_not_overwritten_by_those_in_the_store(tmp_path):
     assert (own / "snapshot.pt").read_text() == (own / "best.pt").read_text() == "newer"
 
 
+def test_a_copy_that_another_machine_has_continued_is_not_overwritten(tmp_path):
+    own, there = tmp_path / "runs" / "half", tmp_path / "half"
+    for folder, starts in ((own, "[{}]"), (there, "[{}, {}]")):
+        folder.mkdir(parents=True)
+        (folder / "snapshot.pt").write_text(starts)
+        (folder / "ledger.json").write_text(starts)
+    with pytest.raises(UserError, match=f"type rm {own}/snapshot.pt, then run the same command"):
+        store.Store(str(tmp_path), own).open("auto")
+    (own / "snapshot.pt").unlink()
+    for _ in range(2):  # fetched, then continued
+        store.Store(str(tmp_path), own).open("auto")
+        assert (own / "snapshot.pt").read_text() == "[{}, {}]"
+
+
 def test_a_best_model_that_cannot_be_fetched_is_fetched_the_next_time(tmp_path):
     """The snapshot comes last: where there is one, nothing is fetched."""
     there, own = tmp_path / "half", tmp_path / "runs" / "half"

@@ -4,9 +4,11 @@ A store is a folder or a URL (s3://, gs://, az://); fsspec, which torch depends 
 files. Upload errors neither stop nor delay training. Interface: `Store` is a sink of a run.
 """
 
+import json
 import logging
 import multiprocessing.util
 import queue
+import shlex
 import shutil
 import tempfile
 import threading
@@ -21,6 +23,7 @@ from fsspec.implementations.local import LocalFileSystem
 from utils.run.ledger import FILE as LEDGER
 from utils.run.sinks import Sink
 from utils.run.snapshots import BEST, SNAPSHOT
+from utils.start import errors
 from utils.start.atomic import FETCHED, link_atomically, save_atomically
 from utils.start.errors import UserError
 from utils.start.option_types import is_url
@@ -141,11 +144,11 @@ class Store(Sink):
 
         If ``resume`` is "auto" and the run's folder has no snapshot, the store's files are fetched.
         A store that fails is reported. Raises: `UserError` if the bucket does not exist, or if
-        continuing could overwrite a run.
+        continuing could overwrite a run, or a newer copy of this one.
         """
         needed = resume == "auto" and not (self.folder / SNAPSHOT).exists()
         names: set[str] = set()
-        bucket = ""  # its name, if it does not exist
+        bucket, is_newer = "", False  # the name of a bucket that does not exist
         try:
             self.system, self.path = _connect(self.url)
             names, first = _names(self.system, self.path), self.path.partition("/")[0]
@@ -155,6 +158,10 @@ class Store(Sink):
                 if name in names:
                     _download(self.system, f"{self.path}/{name}", self.folder / name)
                     log.info(f"fetched {self.url}/{name}")
+            if resume == "auto" and {LEDGER, SNAPSHOT} <= names and (self.folder / LEDGER).exists():
+                here, there = (self.folder / LEDGER).read_text(), f"{self.path}/{LEDGER}"
+                starts = len(json.loads(here)), len(json.loads(self.system.cat_file(there)))
+                is_newer = starts[0] < starts[1]
         except Exception as error:
             if needed:
                 raise UserError(
@@ -168,6 +175,12 @@ class Store(Sink):
             raise UserError(
                 f"{self.url} contains a run already: continue it with --resume auto, or choose "
                 "another --name"
+            )
+        if is_newer:
+            remove = shlex.join(["rm", str(self.folder / SNAPSHOT)])
+            raise UserError(
+                f"{self.url} is newer than {self.folder}, as the run was continued on another "
+                f"machine: to continue it here, type {remove}, then {errors.how_to_continue}"
             )
         self.thread.start()
 
