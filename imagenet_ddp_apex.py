@@ -76,7 +76,7 @@ def train(args: Options, world: World) -> int:
     loaders = build_loaders(args, world, dtype=o2.from_args(args).input_dtype)
 
     # ---- model
-    model = models.build(args, len(loaders.classes))
+    model = models.build(args, loaders.classes)
     model = model.to(memory_format=args.memory_format).to(device)
     if args.sync_bn:
         model = blocks.with_activations(parallel.convert_syncbn_model(model))

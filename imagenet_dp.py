@@ -59,7 +59,7 @@ def train(args: Options, world: World) -> int:
     loaders = build_loaders(args, world, dtype=amp_dtype or torch.float32)
 
     # ---- model
-    model = models.build(args, len(loaders.classes))
+    model = models.build(args, loaders.classes)
     model = model.to(memory_format=args.memory_format).to(device)
 
     # ---- data parallelism: each call scatters the images over the GPUs and gathers the logits

@@ -81,7 +81,7 @@ def train(args: Options, world: World) -> int:
     loaders = build_loaders(args, world, dtype=amp_dtype or torch.float32)
 
     # ---- model
-    model = models.build(args, len(loaders.classes))
+    model = models.build(args, loaders.classes)
 
     # ---- fully sharded data parallelism: processes start with equal weights and keep a shard each
     copy_from_rank0(model, world)

@@ -17,6 +17,8 @@ from utils.model import blocks, models, pretrained_weights
 from utils.start.errors import UserError
 from utils.start.option_types import Options
 
+FIVE = [*"abcde"]
+
 
 def small_resnet(classes=5, seed=0):
     torch.manual_seed(seed)
@@ -89,7 +91,7 @@ def test_weights_for_other_classes_leave_the_head_new(tmp_path, monkeypatch):
     new = small_resnet().state_dict()
     for path in (file, "model.safetensors"):
         model = small_resnet()
-        (note,) = pretrained_weights.load_weights(model, path, "resnet18", 5)
+        ((note,), _) = pretrained_weights.load_weights(model, path, "resnet18", FIVE)
         assert hasattr(model, "transform_input") == (path == file)  # as GoogLeNet's has it
         for name, value in model.state_dict().items():
             kept = name.startswith("fc.") or name not in state
@@ -100,10 +102,25 @@ def test_weights_for_other_classes_leave_the_head_new(tmp_path, monkeypatch):
         )
 
 
+def test_a_classifier_is_kept_and_evaluated_only_for_the_same_classes(options_of, tmp_path):
+    state = get_model("resnet18", num_classes=5).state_dict()
+    for classes, is_same in ((FIVE, True), ([*"abcdf"], False), (None, True), (5, True)):
+        file = saved(tmp_path, {"state_dict": state, "classes": classes})
+        line = ("--image-size", 32, "--pretrained", file)
+        model = models.build(options_of(*line), FIVE)
+        assert torch.equal(model.fc.weight, state["fc.weight"]) == is_same
+        if is_same:
+            models.build(options_of(*line, "-e"), FIVE)
+        else:
+            with pytest.raises(UserError, match=r"classifier .* is not for the 5 classes"):
+                models.build(options_of(*line, "-e"), FIVE)
+    models.build(options_of(*line, "-e", "--resume", file), FIVE)
+
+
 def test_position_embeddings_are_resized_to_the_images(tmp_path):
     state = small_vit(size=16, seed=1).state_dict()
     file, model = saved(tmp_path, state), small_vit(size=24)
-    (note,) = pretrained_weights.load_weights(model, file, "vit", 5)
+    ((note,), _) = pretrained_weights.load_weights(model, file, "vit", FIVE)
     expected = interpolate_embeddings(24, 4, dict(state))
     assert same(model.state_dict(), expected)
     assert "encoder.pos_embedding resized from 1 x 17 x 8 to 1 x 37 x 8" in note
@@ -124,7 +141,7 @@ def test_a_file_that_does_not_fit_is_a_sentence(tmp_path, content, sentence):
     args = Namespace(arch="resnet18", pretrained=file)
     with pytest.raises(UserError, match=sentence):
         pretrained_weights.expected_preprocessing(args, local=True)
-        pretrained_weights.load_weights(small_resnet(), file, "resnet18", 5)
+        pretrained_weights.load_weights(small_resnet(), file, "resnet18", FIVE)
 
 
 def test_what_follows_the_option_may_be_the_data(options_of, folder, tmp_path):
@@ -176,7 +193,7 @@ def test_both_classifiers_of_a_distilled_model_are_trained_and_new(tmp_path):
     content |= {
         name: torch.ones_like(x) for name, x in model["body"].state_dict(prefix="body.").items()
     }
-    (note,) = pretrained_weights.load_weights(model, saved(tmp_path, content), "deit", 5)
+    ((note,), _) = pretrained_weights.load_weights(model, saved(tmp_path, content), "deit", FIVE)
     assert "2 of 6 tensors; new: head.weight, head.bias, head_dist.weight, head_dist.bias" in note
 
 
@@ -250,7 +267,7 @@ def test_build_does_what_the_options_say(options_of, folder, tmp_path):
     file = saved(tmp_path, get_model("resnet18").state_dict())
     line = ("--pretrained", file, "--image-size", 32, "--freeze", "--activation-checkpointing")
     args = options_of(*line)
-    model = models.build(args, 5)
+    model = models.build(args, FIVE)
     assert [p.shape[0] for p in model.parameters() if p.requires_grad] == [5, 5]
     assert model.notes[0].endswith("120 of 122 tensors; new: fc.weight, fc.bias")
     assert model.notes[1:] == [
@@ -258,9 +275,9 @@ def test_build_does_what_the_options_say(options_of, folder, tmp_path):
         "--activation-checkpointing: 8 BasicBlock",
     ]
     for words, stays in (((), True), (("--resume", file), False)):
-        (note,) = models.build(options_of("--freeze", "--image-size", 32, *words), 5).notes
+        (note,) = models.build(options_of("--freeze", "--image-size", 32, *words), FIVE).notes
         assert ("the other weights stay random" in note) == stays
     torch.manual_seed(0)
-    plain = models.build(options_of(), 5)
+    plain = models.build(options_of(), FIVE)
     torch.manual_seed(0)
     assert same(plain.state_dict(), get_model("resnet18", num_classes=5).state_dict())

@@ -99,7 +99,7 @@ def test_sizes_that_do_not_fit_are_rejected(monkeypatch, parse, folder, line, me
     monkeypatch.setattr(models, "create", lambda *_: small)
     with pytest.raises(UserError, match=message):
         parsed = parse("imagenet_nd", "-a", "vit_b_32", *line.split(), folder)
-        models.build(Namespace(**parsed), 3)
+        models.build(Namespace(**parsed), [*"abc"])
 
 
 def test_omitted_sizes_come_from_the_checkpoint_before_the_precision_is_chosen(

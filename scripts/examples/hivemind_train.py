@@ -108,7 +108,7 @@ def train(args: SwarmOptions, world: World) -> int:
     loaders = build_loaders(own_order, world, dtype=amp_dtype or torch.float32)
 
     # ---- model
-    model = models.build(args, len(loaders.classes))
+    model = models.build(args, loaders.classes)
     model = model.to(memory_format=args.memory_format).to(device)
 
     # ---- optimiser and mixed precision

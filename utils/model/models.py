@@ -53,13 +53,19 @@ def _is_tagged(arch: str) -> bool:
     return arch in timm_models.tagged_names()
 
 
-def build(args: Options, classes: int) -> nn.Module:
-    """The model that the options ask for, see `create`. Its ``notes`` are lines for the log."""
-    model = create(args.arch, classes, args.image_size, args.pretrained is True)
-    notes: list[str] = []
+def build(args: Options, classes: list[str]) -> nn.Module:
+    """The model that the options ask for, with a logit for each of ``classes``, see `create`. Its
+    ``notes`` are lines for the log."""
+    model = create(args.arch, len(classes), args.image_size, args.pretrained is True)
+    published = getattr(model, "pretrained_cfg", {})  # of timm
+    is_new, notes = len(classes) != published.get("num_classes", 1000), list[str]()
     if isinstance(args.pretrained, str):
-        notes += pretrained_weights.load_weights(model, args.pretrained, args.arch, classes)
-    notes += blocks.change(model, args, classes)
+        file = pretrained_weights.load_weights(model, args.pretrained, args.arch, classes)
+        is_new, notes = file.has_new_head, file.notes
+    if args.evaluate and not args.resume and is_new:
+        text = f"the classifier of --pretrained is not for the {len(classes)} classes of the data"
+        raise UserError(f"{text}: train on them, or evaluate with --resume", on_every_rank=True)
+    notes += blocks.change(model, args, len(classes))
     blocks.annotate(model, notes=notes)
     options = dict.fromkeys(args.epoch_sizes, "--image-size or --progressive")
     options.setdefault(args.preprocessing.crop, "--val-image-size")

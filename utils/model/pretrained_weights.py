@@ -8,7 +8,7 @@ checkpoints of pytorch/examples, the Apex example, torchvision's references and 
 import os
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torchvision.models import Inception3, VisionTransformer, get_model, get_model_weights
@@ -139,22 +139,31 @@ def plain_weights(
 # ---- --pretrained FILE
 
 
-def load_weights(model: nn.Module, file: str, arch: str, classes: int) -> list[str]:
-    """Load the weights in ``file`` into ``model``, whose last layer has ``classes`` outputs.
+class Loaded(NamedTuple):
+    """What `load_weights` has done."""
 
-    The last layer keeps its initial weights if the file has another number of classes. Position
-    embeddings are resized to the model's image size. Returns: notes for the log. Raises:
-    `UserError` if the file is for another model.
+    notes: list[str]  # for the log
+    has_new_head: bool
+
+
+def load_weights(model: nn.Module, file: str, arch: str, classes: list[str]) -> Loaded:
+    """Load the weights in ``file`` into ``model``, whose last layer has an output for each class.
+
+    The last layer keeps its initial weights if the file has other classes, or another number of
+    them. Position embeddings are resized to the model's image size. Raises: `UserError` if the file
+    is for another model.
     """
     path, content = Path(file), read_weights(file)
-    heads = tuple(f"{name}." for name in blocks.heads_of(model, classes))
+    heads = tuple(f"{name}." for name in blocks.heads_of(model, len(classes)))
+    theirs = content.get("classes")  # in a file of this suite
+    keeps_head = not isinstance(theirs, list) or theirs == classes
     if isinstance(saved := content.get("arch"), str) and saved != arch:
         raise UserError(f"{path} is a {saved}: use -a {saved} to load it", on_every_rank=True)
     saved_weights, note = plain_weights(content, path)
     own, fitted, notes = model.state_dict(), {}, []
     for name, tensor in own.items():
         value = saved_weights.get(name)
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or (name.startswith(heads) and not keeps_head):
             continue
         if value.shape != tensor.shape and name.endswith(("pos_embedding", "pos_embed")):
             before, value = _size(value), resized(value, tensor, model)
@@ -180,7 +189,7 @@ def load_weights(model: nn.Module, file: str, arch: str, classes: int) -> list[s
     }
     notes += [f"{kind}: {_list(names)}" for kind, names in kinds.items() if names]
     text = "; ".join([f"weights from {path}: {len(fitted)} of {len(own)} tensors", *notes])
-    return [note, text] if note else [text]
+    return Loaded([note, text] if note else [text], bool(new_head))
 
 
 def resized(positions: Tensor, own: Tensor, model: nn.Module) -> Tensor:
