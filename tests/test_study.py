@@ -85,6 +85,7 @@ def test_varied_options_and_seeds():
     ("own", "training", "words"),
     [
         ("", f"{TRAINING} --train-time=2", "give --hours before imagenet_ddp.py"),
+        ("", f"{TRAINING} --try", "give --try before imagenet_ddp.py"),
         ("--vary b=1,2", TRAINING, "the study sets -b: give --vary b before imagenet_ddp.py"),
         ("--vary name=a,b", TRAINING, "--vary --name=a is not possible"),
         ("--global-batch 60", TRAINING, "60 is not a multiple of 8"),

@@ -20,6 +20,8 @@ ONE_NODE = ("imagenet_nd.py", "imagenet_dp.py")
 # Options of the script that the study sets itself, and the study's option for each, if any.
 OWN = {"--name": "--name", "--train-time": "--hours", "--lr-scaling": "--lr-scaling"}
 OWN |= dict.fromkeys(("-n", "--nodes", "--world-size"), "--nodes")
+OWN |= {name: name for name in ("--try", "--dry-run", "--simulate", "--slurm", "--sync", "--link")}
+OWN |= {name: name for name in ("--hours", "--seeds", "--vary", "--logbook", "--no-doctor")}
 OWN |= dict.fromkeys(
     ("-nr", "--node-rank", "--rank", "--dist-url", "--resume", "-e", "--evaluate", "--dummy")
 )
