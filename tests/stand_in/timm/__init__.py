@@ -3,7 +3,7 @@
 A test that puts tests/stand_in into PYTHONPATH can ask a script for ``-a tiny_plain``: no batch
 norm and no dropout, so that the gradient of a batch is the mean over its images; for
 ``-a tiny_full``, which has both; or for ``-a tiny_vit`` and ``-a tiny_resnet``, a vision
-transformer for 32 pixels and a ResNet, of blocks that imagenet_fsdp.py shards.
+transformer for 32 pixels and two blocks of a ResNet, which imagenet_fsdp.py shards.
 With SLOW_START_IN=R rank R takes minutes to build its model, and says so.
 STEP_SECONDS in the environment makes a forward pass take that long, without using the CPU, so that
 a signal can meet it half-way. With HOLD_AFTER=N the forward pass after N training batches waits
@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchvision.models import ResNet, VisionTransformer
+from torchvision.models import VisionTransformer
 from torchvision.models.resnet import Bottleneck
 
 MODELS = ("tiny_plain", "tiny_full", "tiny_vit", "tiny_resnet")
@@ -122,7 +122,9 @@ def create_model(name: str, pretrained: bool = False, num_classes: int = 1000) -
     if name == "tiny_vit":
         return VisionTransformer(32, 8, 3, 2, 128, 256, num_classes=num_classes)
     if name == "tiny_resnet":
-        return ResNet(Bottleneck, [1, 1, 2, 1], num_classes, width_per_group=16)
+        layers = [nn.Conv2d(3, 320, 7, stride=4, bias=False), nn.BatchNorm2d(320), nn.ReLU()]
+        layers += [Bottleneck(320, 80), Bottleneck(320, 80), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+        return nn.Sequential(*layers, nn.Linear(320, num_classes))
     full = name == "tiny_full"
     layers = [nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8) if full else nn.Identity()]
     layers += [nn.ReLU(), nn.Conv2d(8, 16, 3, stride=2), nn.ReLU()]
