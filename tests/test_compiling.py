@@ -4,7 +4,8 @@ import argparse
 
 import pytest
 import torch
-from conftest import SMALL, python
+from conftest import SMALL
+from joined import command
 from torch import nn
 
 from utils.model import compiling
@@ -21,7 +22,6 @@ def compile(module, mode, dynamic):
     return real(module, backend=counter, dynamic=dynamic)
 torch.compile = compile
 import imagenet_nd
-sys.argv = ["imagenet_nd.py", *sys.argv[1:]]
 code = imagenet_nd.main()
 print("compiled:", counter.frame_count)
 sys.exit(code)
@@ -31,7 +31,7 @@ sys.exit(code)
 def test_training_is_compiled_once_for_each_size_and_evaluation_not(folder, tmp_path):
     options = (*SMALL, "-a", "tiny_plain", "-b", "9", "--accum-steps", "2", "--epochs", "2")
     options += ("--progressive", "24,40", "--compile", "reduce-overhead")
-    done = python("-c", COUNTED, *options, "--output-dir", tmp_path, folder)
+    done = command("imagenet_nd", *options, "--output-dir", tmp_path, folder, BEFORE=COUNTED)
     assert done.code == 0, done.err
     assert "mode: reduce-overhead dynamic: False\n" in done.out
     assert "compiled: 2\n" in done.out
