@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, draw_folder, environment, python, summary
+from joined import command
 from torch.amp import GradScaler
 from torch.optim import SGD
 from torchvision.models import get_model
@@ -52,17 +53,23 @@ def data(tmp_path_factory) -> Path:
     return draw_folder(tmp_path_factory.mktemp("images") / "data", train=4, val=3)
 
 
-def evaluated(best: Path, *folders: Path) -> list[dict[str, float]]:
-    """Loss and top-1 on each folder by the lines of README.md that load a best model, alone."""
+def evaluated(best: Path, *folders: Path, alone: bool = True) -> list[dict[str, float]]:
+    """Loss and top-1 on each folder by the lines of README.md that load a best model.
+
+    In an interpreter of their own, which sees nothing of this code, if ``alone``."""
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert "runs/NAME/best.pt" in code
     photo = next(folders[0].glob("*/*"))
     code = code.replace("runs/NAME/best.pt", str(best)).replace("photo.jpg", str(photo))
     code = f"import json, sys\n{code}{EVALUATE}"
-    words = [sys.executable, "-I", "-c", code, *folders]
-    how = {"env": environment(), "cwd": best.parent, "capture_output": True}
-    prediction, *results = subprocess.run(words, check=True, **how).stdout.splitlines()
-    assert re.fullmatch(rb"class_[012] \d+%", prediction)
+    if alone:
+        words = [sys.executable, "-I", "-c", code, *folders]
+        how = {"env": environment(), "cwd": best.parent, "capture_output": True, "text": True}
+        text = subprocess.run(words, check=True, **how).stdout
+    else:
+        text = command("imagenet_nd", *folders, BEFORE=f"{code}\nraise SystemExit").out
+    prediction, *results = text.splitlines()
+    assert re.fullmatch(r"class_[012] \d+%", prediction)
     return [json.loads(result) for result in results]
 
 

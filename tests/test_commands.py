@@ -54,10 +54,10 @@ def test_one_line(folder, tmp_path):
     Nor does anything of tests/stand_in take part.
     """
     line = f"cd {tmp_path} && python {ROOT}/imagenet_ddp.py {TINY} -n 1 -g 1 -nr 0"
-    line += f" {' '.join(TORCHVISION_MODEL)}"
+    line += f" {' '.join(TORCHVISION_MODEL)} -b 20"
     ends_well(line, IMAGENET_DIR=str(folder), PYTHONPATH="")
-    run = trained(tmp_path / "runs", mode="ddp", world_size=1, nodes=1, global_batch=5)
-    assert run.name.endswith("gpux1_b5_cpu0_ddp")
+    run = trained(tmp_path / "runs", mode="ddp", world_size=1, nodes=1, global_batch=20)
+    assert run.name.endswith("gpux1_b20_cpu0_ddp")
     weights = torch.load(run / "snapshot.pt", weights_only=True)["model"]
     assert not any(name.startswith("module.") for name in weights)
 

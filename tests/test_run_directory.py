@@ -358,7 +358,7 @@ def test_the_best_model_is_plain_torchvision_and_as_good_as_the_summary_says(ran
         ("test", 15, results["test_top1"], results["test_loss"]),
     )
     folders = [ran.data / part for part, *_ in parts]
-    elsewhere = evaluated(ran.folder / "best.pt", *folders)
+    elsewhere = evaluated(ran.folder / "best.pt", *folders, alone=False)
     for (part, images, top1, loss), plain in zip(parts, elsewhere, strict=True):
         assert results[f"{part}_images"] == plain["images"] == images
         assert plain["top1"] == pytest.approx(top1, abs=1e-6)
