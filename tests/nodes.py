@@ -24,11 +24,22 @@ from typing import Any
 import pytest
 from bench.namespaces import Namespaces, address, children, do, make_bridge, plug_in
 from conftest import COMMON, ROOT, Result, activated
+from joined import Forked
 from running import Process, Running, eventually, everyone
 
 from utils.start.errors import UserError
 
 _NAMESPACES = ("--net", "--uts", "--mount", "--pid", "--ipc")
+# Code that moves a process into the namespaces of another one. Its child is in that of processes.
+_ENTER = """
+import ctypes, os
+kinds = [os.open(f"/proc/{first}/ns/{kind}", os.O_RDONLY) for kind in "net uts ipc mnt pid".split()]
+assert not any(ctypes.CDLL(None).setns(kind, 0) for kind in kinds)
+[os.close(kind) for kind in kinds]
+os.chdir(here)
+if child := os.fork():
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
 
 
 def need(*programs: str) -> None:
@@ -115,6 +126,15 @@ class Node:
     def type(self, command: str | list[str], **env: str) -> "Typed":
         """Start a command inside whose lines can be waited for; see `running.Running`."""
         return Typed(self, command, ROOT, **env)
+
+    def fork(self, script: str, *words: object, **env: str) -> Running:
+        """Start a script in a fork of `joined`'s server that moves here, after ``BEFORE``."""
+        text = f"first, here = {self.spaces.first}, {str(ROOT)!r}\n{_ENTER}{env.pop('BEFORE', '')}"
+        running = Forked(script, *words, BEFORE=text, **env)
+        outside = running.process
+        assert eventually(lambda: children(outside.pid) or outside.poll() is not None)
+        running.pid = (children(outside.pid) or [outside.pid])[0]
+        return running
 
     def processes(self) -> set[Process]:
         """What lives in here, except what belongs to the node itself: its first program, sshd."""

@@ -17,8 +17,9 @@ import torch
 from checks import node as one_node
 from checks import together
 from checks.findings import ERROR, OK, WARNING, Finding
-from conftest import ROOT, TIMEOUT, Result, draw_folder, shell
-from nodes import Node, Nodes, need, type_on_each
+from conftest import ROOT, TIMEOUT, Result, draw_folder
+from joined import command
+from nodes import Node, Nodes, need
 from running import free_port
 from test_gpus import T4, simulate
 
@@ -48,15 +49,16 @@ def set_speeds(nodes: list[Node], *mbit: int) -> None:
 
 
 def ask_doctor(
-    nodes: list[Node], folder: Path, *options: object, code: int, first: str = "true"
+    nodes: list[Node], folder: Path, *options: object, code: int, **env: str
 ) -> list[Result]:
-    """Type the doctor's command on both nodes, on node 1 after the commands ``first``.
-
-    Both must end with ``code``.
-    """
-    words = [*OPTIONS, "--data", folder, *options, "--rank {rank} --nodes {n} --master {ip}"]
-    line = f"[ {{rank}} = 0 ] || {{{{ {first}; }}}}\nexec python scripts/doctor.py "
-    results = type_on_each(nodes, line + " ".join(map(str, words)))
+    """Run the doctor on both nodes, on node 1 with ``env``. Both must end with ``code``."""
+    line = [*OPTIONS, "--data", folder, "--nodes", 2, "--master", nodes[0].ip, "--rank", "{rank}"]
+    one, other = ([str(x).format(rank=rank) for x in (*line, *options)] for rank in (0, 1))
+    with (
+        nodes[0].fork("scripts/doctor.py", *one) as first,
+        nodes[1].fork("scripts/doctor.py", *other, **env) as second,
+    ):
+        results = [first.result(), second.result()]
     assert [one.code for one in results] == [code] * 2, results
     assert not [one for one in results if "Traceback" in one.err + one.out]
     return results
@@ -108,13 +110,15 @@ def test_all_defects_of_one_node_are_reported(nodes, folder, tmp_path):
     (other / "train/class_2/004.JPEG").unlink()
     (other / "train/class_2/004.JPEG").symlink_to("gone")
     simulate(tmp_path, "470", T4)
+    mounts = f"mount --bind {other} {folder} && mount -t tmpfs -o size=400m x {small}"
+    assert nodes[1].run(mounts).code == 0
     # A node of these tests shares the machine's clock: Linux has no namespace for it.
-    clock = "import time\nreal = time.time\ntime.time = lambda: real() + 30\n"
-    (tmp_path / "sitecustomize.py").write_text(clock)
-    line = f"ulimit -n 512; mount --bind {other} {folder}; mount -t tmpfs -o size=400m x {small}; "
-    line += f"export PATH={tmp_path}:$PATH PYTHONPATH={tmp_path} CUDA_VISIBLE_DEVICES=0 "
-    line += "GLOO_SOCKET_IFNAME=side0 NCCL_SOCKET_IFNAME=eth7"
-    first, second = ask_doctor(nodes, folder, "--output-dir", small / "runs", code=2, first=line)
+    before = "import resource, time\nresource.setrlimit(resource.RLIMIT_NOFILE, (512, 512))\n"
+    before += "real = time.time\ntime.time = lambda: real() + 30"
+    env = {"BEFORE": before, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    env |= {"CUDA_VISIBLE_DEVICES": "0", "GLOO_SOCKET_IFNAME": "side0"}
+    env |= {"NCCL_SOCKET_IFNAME": "eth7"}
+    first, second = ask_doctor(nodes, folder, "--output-dir", small / "runs", code=2, **env)
     words = [
         "! node 1 (node1): NCCL_SOCKET_IFNAME chooses eth7, but eth0 leads to node 0",
         "! node 1 (node1): GLOO_SOCKET_IFNAME chooses side0, but eth0 leads to node 0",
@@ -314,10 +318,9 @@ def test_one_node_alone(folder):
     options = ("--need 1e9 --output-dir /proc", "--data=~/none", "-a nosuch", "--nodes 2")
     options += ("--need 0",)  # by which a time would be divided
     options += ("--nodes 2 --rank 1 --master 127.0.0.1 --wait 0",)
-    line = f"python scripts/doctor.py --data {folder} --image-size 32"
-    done = slow, missing, unknown, alone, zero, waits = shell(
-        *(f"{line} {words}" for words in options), HOME=str(folder)
-    )
+    line = ("scripts/doctor", "--data", folder, "--image-size", 32)
+    done = [command(*line, *words.split(), HOME=str(folder)) for words in options]
+    slow, missing, unknown, alone, zero, waits = done
     assert [one.code for one in done] == [2] * 6
     assert "127.0.0.1:8888 cannot be reached after 0 s" in bad(waits)[0]
     reads, decodes, full = bad(slow)

@@ -86,9 +86,9 @@ def test_ranks_of_a_run_and_a_straggler(nodes, folder, tmp_path):
     """On all hosts and on one; then nothing, as both ranks have ended."""
     hosts, runs = nodes[0].folder / "hosts", []
     for rank, seconds in enumerate((0.05, 0.25)):  # of a step, at least
-        line = f"python imagenet_ddp.py --dist-url tcp://{nodes[0].ip}:8888 -n 2 -nr {rank} "
+        line = f"imagenet_ddp --dist-url tcp://{nodes[0].ip}:8888 -n 2 -nr {rank} "
         line += f"{TINY_LINE} -p 2 --name run --epochs 100000 --output-dir {tmp_path} {folder}"
-        runs.append(nodes[rank].type(line, STEP_SECONDS=str(seconds)))
+        runs.append(nodes[rank].fork(*line.split(), STEP_SECONDS=str(seconds)))
     with runs[0], runs[1]:
         runs[0].until(r"Epoch 2/100000 step +4/6")
         out = ask(nodes[1], hosts)
