@@ -35,6 +35,7 @@ from utils.start.world import is_lost_peer, process_group
 sys.path.append(str(ROOT / "scripts/ssh"))
 from elastic import Elastic
 from hosts import Host
+from job import Job
 
 RESTARTS = (*TORCHRUN, "--max-restarts=1", "--nproc_per_node=2")
 NAMED = ("--name", "a", "--resume", "auto")
@@ -367,6 +368,23 @@ def test_a_job_gives_up_when_too_few_nodes_have_come(capsys):
     job.wait_for_more(later, ready=1)  # it is enough; the other one may still come
     with pytest.raises(UserError, match="needs 1 of 2 nodes and has waited 1 s for a, b"):
         job.wait_for_more(later, ready=0)
+    job.running = job.nodes[:1]
+    job.wait_for_more(later + 500, ready=0)
+    job.running = []  # it trained until now, and may come back
+    job.wait_for_more(later + 500.5, ready=0)
+
+
+def test_the_agents_are_told_how_many_nodes_there_are(monkeypatch):
+    job = Elastic(SimpleNamespace(elastic=(1, 2), wait=1.0), [], [Host("a"), Host("b")], "")
+    monkeypatch.setattr(Job, "start", lambda self, nodes: self.running.extend(nodes))
+    for node, number in zip(job.nodes, (b"1", b"2"), strict=True):
+        job.start([node])
+        assert job.store.get(NODES) == number
+        job.has_begun = True
+    assert [node.is_new for node in job.nodes] == [False, True]
+    node.code = 255
+    job.ended(node)
+    assert job.store.get(NODES) == b"1"
 
 
 @pytest.mark.parametrize(
