@@ -600,6 +600,7 @@ def test_a_section_is_written_once_and_nothing_else_is_touched(tmp_path):
     assert "third" in text.partition(after)[2]
     assert text.count("<!-- compare_runs begin one -->") == 1
     end = "<!-- compare_runs end one -->"
+    assert tables.fence("a ``` b") == "````text\na ``` b\n````"
     for broken in (text.replace(end, ""), 2 * text, end + text.replace(end, "")):
         file.write_text(broken)
         with pytest.raises(UserError, match="correct it by hand"):

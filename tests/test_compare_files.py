@@ -281,6 +281,17 @@ def test_up_to_eight_lines_have_their_names_at_their_ends(number, named):
     assert len(figure.axes[0].texts) == named and len(figure.legends) == (not named)
 
 
+def test_runs_of_one_size_have_colours_of_their_own():
+    assert len({*palette.styles(["nd 4", "ddp 4", "fsdp 4"]).values()}) == 3
+
+
+def test_names_that_would_touch_each_other_move_apart_in_their_order():
+    wanted = [5.0, 5.2, 5.1, 9.9, 9.8]
+    places = palette.spread(wanted, 1.0, 0.0, 10.0)
+    order = sorted(range(5), key=wanted.__getitem__)
+    assert [places[i] for i in order] == pytest.approx([4.1, 5.1, 6.1, 9.0, 10.0])
+
+
 @pytest.mark.parametrize(("last", "log"), [(0.2, ""), (0.05, "y"), (0.0, "")])
 def test_losses_that_differ_by_more_than_50_times_get_a_logarithmic_axis(tmp_path, last, log):
     """But not 0, which has no place there. The name of a line is at its end on either axis."""
