@@ -79,7 +79,7 @@ def test_imagenet_in_shards_and_in_folders(hub, tmp_path):
 
 def test_names_from_the_metadata_or_a_table(tmp_path):
     """Images without names, or several of the same name: each is kept."""
-    rows = [(b"\x89PNG1", None, 1), (b"2", "x.jpg", 0), (b"3", "x.jpg", 0), (b"4", "a/b.bmp", -1)]
+    rows = [(b"\x89PNG1", None, 1), (b"2", "a/x.jpg", 0), (b"3", "x.jpg", 0), (b"4", "b.bmp", -1)]
     rows += [(b"5", "c.jpg", None)]
     write(tmp_path / "in/train-00000-of-00001.parquet", rows, ["b", "a"], label="fine_label")
     rows = [(b"2", "x.jpg", 0), (b"5", "x.jpg", 1)]
