@@ -41,8 +41,8 @@ def main() -> int:
         print(f"... and {len(proof.problems) - MOST} more problems")
     then = ", then ".join(map(str, proof.processes))
     print(
-        f"processes: {then}; {proof.repeated} steps were trained again after a resume; the weights "
-        f"of all ranks were compared {proof.checks} times"
+        f"processes: {then}; {proof.repeated} of the logged steps were trained again after a "
+        f"resume; the weights of all ranks were compared {proof.checks} times"
     )
     print("the order was not kept" if proof.problems else "every image was used as promised")
     return 1 if proof.problems else 0
