@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import runpy
 import shlex
 import sys
 import time
@@ -21,7 +22,7 @@ import pytest
 import torch
 from batches import noise_index
 from bench import photographs, steps
-from conftest import python
+from conftest import ROOT, python
 from gpu_report import Part
 from joined import Job, command, run_jobs
 from nodes import need
@@ -29,6 +30,8 @@ from PIL import Image
 from preparing import put, tar_bytes
 from running import wait_for_group
 
+from utils import loop
+from utils.start import launch
 from utils.start.errors import UserError
 from utils.start.world import World
 
@@ -116,6 +119,15 @@ def test_the_steps_of_this_suite_in_two_processes(tmp_path):
     rate = figures["images_per_s"] * figures["ms_per_step"]
     assert rate == pytest.approx(1000 * 2 * 2 * 4)
     assert all(figures[part] > 0 for part in ("compute_s", "communication_s", "cpu_ms_per_step"))
+
+
+def test_without_torchrun_the_processes_time_their_step_too(monkeypatch):
+    """Those that multiprocessing starts, as on the nodes of bench_network.py: they trained."""
+    monkeypatch.setattr(launch, "prepare", lambda _: None)
+    monkeypatch.setattr(loop, "find_batch", None)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    found = runpy.run_path(f"{ROOT}/scripts/bench/time_step.py", run_name="__mp_main__")
+    assert loop.find_batch is found["time_step"]
 
 
 def test_cpu_time_per_image_is_over_all_images_of_a_processs_step(monkeypatch):

@@ -104,3 +104,5 @@ def time_step(session: Session, train_step: TrainStep) -> int:
 
 if __name__ == "__main__":
     launch.run_main(main)
+elif __name__ == "__mp_main__":  # a process that `launch.supervise` has started
+    loop.find_batch = time_step
