@@ -168,7 +168,7 @@ def saved(path: Path, **values: object) -> Path:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("none", "none has no best.pt: name a run directory in which an epoch has finished"),
+        ("none", "none does not exist: name a run directory in which an epoch has finished"),
         ("one data more", "data has no best.pt: give one or two runs, then DATA"),
         ("one other data", "one and other have different classes"),
         ("one data --onnx", "--onnx is a part of --export DIR: give both"),

@@ -42,7 +42,8 @@ class Best:
         """``run``: a run directory, or a file. Raises: `UserError`."""
         self.path = run if run.is_file() else run / BEST
         if not self.path.is_file():
-            text = f"{run} has no {BEST}: name a run directory in which an epoch has finished"
+            why = f"has no {BEST}" if run.exists() else "does not exist"
+            text = f"{run} {why}: name a run directory in which an epoch has finished"
             raise UserError(text, on_every_rank=True)
         self.content = read_checkpoint(self.path)
         if missing := [name for name in NEEDED if name not in self.content]:
