@@ -210,9 +210,8 @@ def test_a_run_that_cannot_be_continued_is_left_as_it_was(folder, tmp_path):
         attempt(*options, folder).fails_with(words)
         assert contents() == whole
     # A limit on the size of files stands in for a full disk. Loader workers must end, too.
-    line = " ".join(map(str, (*TINY, "-j", "1", *again)))
-    (done,) = shell(f"ulimit -f 1000 && python imagenet_nd.py {line}", timeout=60)
-    done.fails_with(run)
+    full = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1_024_000, 1_024_000))"
+    joined.command("imagenet_nd", *TINY, "-j", "1", *again, BEFORE=full).fails_with(run)
     for path in (run / "snapshot.pt", run / "best.pt"):
         assert path.read_bytes() == whole[path]
     assert not list(run.glob(".*.tmp"))
@@ -357,7 +356,7 @@ def test_torchrun_ends_with_the_error_of_the_slowest_process(tmp_path):
     """torchrun ends rank 0 when rank 1 has ended. Rank 0 alone prints an error that both have."""
     slow = tmp_path / "slow.py"
     slow.write_text(RAISED_BY.format(seconds="4 * (os.environ['LOCAL_RANK'] == '0')", more=""))
-    done = python(*TORCHRUN, "--nproc_per_node=2", slow, PYTHONPATH=str(ROOT))
+    done = joined.command(*TORCHRUN, "--nproc_per_node=2", slow, PYTHONPATH=str(ROOT))
     assert done.code != 0
     assert done.err.count("error: the data folder is missing") == 2, "at once, and at the end"
     assert done.err.strip("=\n").endswith("error: the data folder is missing"), done.err
@@ -516,10 +515,12 @@ def test_training_continues_when_stdout_cannot_be_written(folder, tmp_path, line
 
 def test_a_full_shared_memory_is_one_error_line(folder, tmp_path):
     """Semaphores of data loading workers are in /dev/shm."""
-    line = f"imagenet_nd.py {' '.join(SMALL)} -b 10 --output-dir {tmp_path} {folder}"
-    full = "mount -t tmpfs -o size=64k none /dev/shm"
-    full += " && dd if=/dev/zero of=/dev/shm/x bs=4k 2>/dev/null"
-    (done,) = shell(f"unshare -m bash -c '{full}; exec python {line}'")
+    full = "mount --make-rprivate / && mount -t tmpfs -o size=64k none /dev/shm && "
+    full += "dd if=/dev/zero of=/dev/shm/x bs=4k 2>/dev/null"
+    own = "import ctypes, os; ctypes.CDLL(None).unshare(0x20000) and exit('unshare'); "  # NEWNS
+    own += f"os.system({full!r})"
+    line = (*SMALL, "-b", 10, "--output-dir", tmp_path, folder)
+    done = joined.command("imagenet_nd", *line, BEFORE=own)
     if "unshare" in done.err or "mount" in done.err:
         pytest.skip("only root can mount a small disk")
     done.fails_with("/dev/shm has only 0.0 MiB free", "--ipc=host")

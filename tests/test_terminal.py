@@ -6,14 +6,13 @@ import os
 import re
 import signal
 import struct
-import subprocess
-import sys
 import termios
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from conftest import ROOT, SMALL, environment, train
+from conftest import SMALL, train
+from joined import Forked, Job, run_jobs
 
 LINE = ("-a", "tiny_plain", "-b", "5", "--epochs", "1", "-p", "2")
 
@@ -38,7 +37,7 @@ def read_to_end(terminal: int, at: str, then: Callable[[], object]) -> list[str]
 
 
 def on_terminal(
-    words: list[str], both: bool, env: dict[str, str], signum: int | None = None
+    words: tuple[object, ...], both: bool, signum: int | None = None
 ) -> tuple[list[str], str]:
     """Run a command whose errors go to a terminal of 80 columns, and with ``both`` its output, too.
     In the middle, it gets a signal or, without one, 60 columns.
@@ -47,24 +46,25 @@ def on_terminal(
     """
     terminal, end = os.openpty()
     set_width(terminal, 80)
-    out = end if both else subprocess.PIPE
-    with subprocess.Popen(words, cwd=ROOT, env=env, stdout=out, stderr=end) as process:
+    opens = f"import os; place = os.open({os.ttyname(end)!r}, os.O_WRONLY | os.O_NOCTTY); "
+    opens += f"os.write(1, b'\\n'); [os.dup2(place, n) for n in {(1, 2) if both else (2,)}]"
+    with Forked(*words, STEP_SECONDS="0.15", BEFORE=f"{opens}; os.close(place)") as run:
+        run.until("")
         os.close(end)
         narrow = functools.partial(set_width, terminal, 60)
         drawn = read_to_end(
-            terminal, "7/12", narrow if signum is None else lambda: process.send_signal(signum)
+            terminal, "7/12", narrow if signum is None else lambda: run.send(signum)
         )
-        text = "" if both else process.stdout.read().decode()
+        result = run.result()
     os.close(terminal)
-    assert process.returncode == (75 if signum else 0), (drawn, text)
-    return drawn, text
+    assert result.code == (75 if signum else 0), (drawn, result)
+    return drawn, result.out
 
 
 @pytest.mark.parametrize("both", [True, False], ids=["terminal", "tee"])
 def test_a_bar_on_a_terminal_and_lines_elsewhere(folder, tmp_path, both):
-    words = ["imagenet_nd.py", *SMALL, *LINE, "--output-dir", tmp_path, "--name", "run", folder]
-    env = environment(STEP_SECONDS="0.15")
-    drawn, text = on_terminal([sys.executable, *map(str, words)], both, env)
+    words = ("imagenet_nd", *SMALL, *LINE, "--output-dir", tmp_path, "--name", "run", folder)
+    drawn, text = on_terminal(words, both)
     log = (tmp_path / "run" / "train.log").read_text().splitlines()
     steps = [line for line in log if " step " in line]
     assert len(steps) == 7, "also while a bar is shown: the first step and every second one"
@@ -87,16 +87,13 @@ def test_a_bar_on_a_terminal_and_lines_elsewhere(folder, tmp_path, both):
 
 
 def test_a_signal_is_told_below_the_bar(folder, tmp_path):
-    words = ["imagenet_nd.py", *SMALL, *LINE, "--output-dir", tmp_path, "--name", "run", folder]
-    env = environment(STEP_SECONDS="0.15")
-    drawn, _ = on_terminal([sys.executable, *map(str, words)], True, env, signal.SIGTERM)
+    words = ("imagenet_nd", *SMALL, *LINE, "--output-dir", tmp_path, "--name", "run", folder)
+    drawn, _ = on_terminal(words, True, signal.SIGTERM)
     assert "SIGTERM: stopping after this step, with a snapshot" in drawn
 
 
 def test_a_second_node_does_not_repeat_the_first_ones_lines(folder, tmp_path):
     words = (*LINE, "--output-dir", tmp_path, "--name", "run", folder)
-    from joined import Job, run_jobs
-
     job = Job("imagenet_ddp", (*SMALL, *words), processes=1, nodes=2)
     run_jobs([job, replace(job, options=(*job.options, "--name", "b"), stop_after=2)], tmp_path)
     first, second, *_ = ((tmp_path / f"job{n}_rank{i}").read_text() for n in (0, 1) for i in (0, 1))
