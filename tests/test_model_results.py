@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 from browser import Page
-from conftest import ROOT, draw_folder, environment, python, shell, summary
+from conftest import ROOT, draw_folder, environment, python, summary
+from joined import command
 from results import export, figures, predictions
 from results.predictions import Best, Predictions
 from torchvision.models import get_model
@@ -126,7 +127,8 @@ def test_some_of_the_classes_and_two_runs(place, tmp_path):
     assert len(first) == 14
     assert {row["predicted"] for row in first} <= {"class_1", "class_2"}
     line = f"python {ROOT}/scripts/model_results.py run --all-classes {subset} --out {tmp_path}"
-    assert shell(f"cd {place} && {line}")[0].code == 0
+    _, script, *words = line.split()
+    assert command(script, *words, BEFORE=f"import os; os.chdir('{place}')").code == 0
     page = html.unescape((tmp_path / "results_subset.html").read_text())
     assert f"<pre>{line}</pre>" in page, "as it is typed in that folder"
     among_all = rows_of(tmp_path / "predictions_subset.csv")
