@@ -16,7 +16,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torchrun
 from joined import in_processes
 
 from utils.start import agreement, gpu_check, launch, meeting, preflight, world
@@ -81,21 +80,6 @@ def test_places_by_hand(clean, line, env, visible, places, nodes):
     host, port = places.rpartition(" ")[2].split(":")
     calls = [mock.call(1, 2, places.count(",") + 1, (host, int(port)), 9.0)]
     assert check.mock_calls == (calls if nodes > 1 else [])
-
-
-def test_the_wrappers_torchrun_takes_a_node_to_the_preflight_check(clean):
-    """With a process for each GPU."""
-    check = mock.Mock()
-    clean.setattr(preflight, "meet", check)
-    os.environ["OMP_NUM_THREADS"] = "5"
-    clean.setattr(torch.cuda, "device_count", lambda: 3)
-    clean.setenv("IMAGENET_ALL_UP", "1 2 a:7")
-    args = argparse.Namespace(nproc_per_node="gpu", training_script_args=["--dist-timeout", "9"])
-    args.rdzv_backend, args.rdzv_conf = "static", "timeout=7"
-    torchrun.prepare(args)
-    assert args.rdzv_conf == "timeout=7", "given by the user"
-    assert check.mock_calls == [mock.call(1, 2, 3, ("a", 7), 9.0)]
-    assert (args.nproc_per_node, os.environ["OMP_NUM_THREADS"]) == ("3", "5"), "as given, too"
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 import torchrun
 from conftest import ROOT, SMALL, summary
@@ -388,27 +389,34 @@ def test_the_agents_are_told_how_many_nodes_there_are(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("processes", "rank", "threads", "limit"),
-    [("3", "1 2 h:5", "2", "7"), ("gpu", "0 2 h:5", "8", None), ("9", "0 1 h:5", "1", "7")],
+    ("processes", "gpus", "rank", "threads", "limit", "conf"),
+    [
+        ("3", 0, "1 2 h:5", "2", "7", "timeout=60"),
+        ("gpu", 0, "0 2 h:5", "8", None, "timeout=300"),
+        ("gpu", 3, "1 2 h:5", "2", "9", "timeout=7"),  # given by the user
+        ("9", 0, "0 1 h:5", "1", "7", "timeout=60"),
+    ],
 )
-def test_what_a_node_over_ssh_prepares(monkeypatch, processes, rank, threads, limit):
+def test_what_a_node_over_ssh_prepares(monkeypatch, processes, gpus, rank, threads, limit, conf):
     """Its processes share the cores; it waits for the others as long as training would."""
     met = []
     monkeypatch.setattr(preflight, "meet", lambda *given: met.append(given))
     monkeypatch.setattr(torchrun, "usable_cores", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setenv("IMAGENET_ALL_UP", rank)
     for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     words = ["-a", "x", *(["--dist-timeout", limit] if limit else [])]
     options = SimpleNamespace(nproc_per_node=processes, training_script_args=words)
-    options.rdzv_backend, options.rdzv_conf = "static", ""
+    options.rdzv_backend, options.rdzv_conf = "static", conf if gpus else ""
     torchrun.prepare(options)
-    assert options.rdzv_conf == ("timeout=60" if limit else "timeout=300")
-    assert [os.environ[name] for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")] == [
-        threads,
-        "passive",
-    ]
+    assert options.rdzv_conf == conf
+    set_by_it = [os.environ[name] for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")]
+    assert set_by_it == [threads, "passive"]
     number, nodes, _ = rank.split()
-    whole = (int(number), 2, 1 if processes == "gpu" else 3, ("h", 5), float(limit or 300))
+    whole = (int(number), 2, 1 if threads == "8" else 3, ("h", 5), float(limit or 300))
     assert met == [whole] * (nodes == "2")
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    torchrun.prepare(options)
+    assert os.environ["OMP_NUM_THREADS"] == "5", "given by the user"
