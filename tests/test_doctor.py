@@ -265,7 +265,8 @@ def test_a_node_feeds_all_its_gpus(monkeypatch, folder):
 def test_another_nccl_is_an_error_where_it_is_used(gpus, level):
     facts = dict.fromkeys(together.COMPARED, "1")
     nodes = [
-        together.Report(name, gpus, facts | {"NCCL": name}, [], 0.0, None, []) for name in "ab"
+        together.Report(name, own, facts | {"NCCL": name}, [], 0.0, None, [])
+        for name, own in (("a", gpus), ("b", []))
     ]
     (found,) = together.compare_facts(nodes)
     assert (found.level, found.text[:12]) == (level, "NCCL differs")

@@ -88,7 +88,9 @@ def test_hours_are_not_those_of_a_containers_clock(monkeypatch):
     assert 0 < ledger.process_seconds() < 3600
 
 
-def test_a_damaged_ledger_is_no_error(tmp_path, logged):
+def test_a_ledger_that_cannot_be_read_or_written_is_no_error(tmp_path, logged):
+    Ledger(tmp_path / "removed" / ledger.FILE, Entry(nodes=1, gpus=0)).write(1, None)
+    assert "cannot write" in logged.pop()
     Ledger(tmp_path / ledger.FILE, Entry(nodes=1, gpus=0))  # of a run that begins
     assert not logged
     for text in ("[{", '[{"of_another_version": 1}]'):
