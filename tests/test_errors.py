@@ -62,6 +62,7 @@ def attempt(*words: object) -> Result:
         ("nd --find-batch", "--find-batch measures the memory of GPUs, and there is none"),
         ("nd --optimizer lamb", "--optimizer lamb was removed: use adamw"),
         ("nd --optimizer=muon", "--optimizer muon was removed: use adamw or nesterov"),
+        ("ddp --comm localsgd:8", "--comm localsgd was removed: --comm int4 sends least"),
         ("ddp --dist-timeout=0", "0 is not at least 1"),
         ("ddp --opt-level O2", "--opt-level is an option of imagenet_ddp_apex.py"),
         ("nd -g 2", "-g is an option of imagenet_ddp.py"),
