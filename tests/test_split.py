@@ -103,7 +103,7 @@ def test_killed_at_any_moment_no_image_is_lost(tmp_path):
 def test_what_cannot_be_split_is_left_as_it_is(data, tmp_path):
     put(data, {"train/c/only.jpg": b"x"})
     before, command = images(data), ("split", data, "--test", 0.1)
-    assert "class c has only 1 images, so none would be left" in fail(*command)
+    assert "class c has only 1 image, so none would be left" in fail(*command)
     assert images(data) == before
     put(data, {"test/a/other.jpg": b"x"})
     assert f"{data}/test exists, and this command did not make it" in fail(*command)

@@ -380,7 +380,8 @@ def _choose(
             start += count
             counts[part] += count
         if ranked and start >= len(ranked):
-            text = f"class {name} has only {len(ranked)} images, so none would be left for training"
+            number = f"{len(ranked)} image{'s' * (len(ranked) > 1)}"
+            text = f"class {name} has only {number}, so none would be left for training"
             raise UserError(f"{text}: add images or remove the class")
         counts["train"] += len(ranked) - start
         changed = ((image, images[image], part) for image, part in sorted(chosen.items()))
