@@ -260,7 +260,9 @@ def test_loaders_of_a_folder(folder, tmp_path, capsys):
     assert (made.train, made.val, len(made.test.sampler)) == (None, None, 6)
     (tmp_path / "train").symlink_to(folder / "train")
     (tmp_path / "test" / "other").mkdir()
-    with pytest.raises(UserError, match="different classes: only test has other"):
+    with pytest.raises(
+        UserError, match=r"different classes: only test has other. Give both the same"
+    ):
         build(tmp_path)
     assert len(build(tmp_path, "--classes", "2").test.sampler) == 4
     shutil.rmtree(tmp_path / "test" / "class_1")
