@@ -174,6 +174,12 @@ def test_a_bit_that_flips_names_its_rank(folder, tmp_path, steps, found):
     assert f"weights of rank 2 differ from those of other ranks before {found}" in str(failed)
 
 
+def test_a_log_that_cannot_be_written_is_said_once(tmp_path, logged):
+    log = audit.Log(tmp_path / "removed" / audit.FILE, audit.Setup(60, 7, 12, 1, 1), 0, 0)
+    log.write({"epoch": 0})
+    assert len(logged) == 1 and logged[0].endswith("--audit ends here")
+
+
 def test_two_ranks_that_differ():
     text = "the weights differ between ranks before step 4 .* A snapshot, if there is one, is older"
     with pytest.raises(UserError, match=text):
