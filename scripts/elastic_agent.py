@@ -69,7 +69,7 @@ class Agent(_Base):
         result = super()._monitor_workers(worker_group)
         if result.state == WorkerState.FAILED:
             self._judge(first_code(result.failures.values()))
-        elif result.state == WorkerState.HEALTHY and self._has_lost_node(worker_group):
+        elif result.state == WorkerState.HEALTHY and self.has_lost_node(worker_group):
             for worker in worker_group.workers:
                 with suppress(ProcessLookupError):
                     os.kill(worker.id, signal.SIGKILL)
@@ -91,7 +91,7 @@ class Agent(_Base):
                 self.messages.set(ENDED, why)
             raise UserError(why, code=LOST_PEER if code < 0 else code)
 
-    def _has_lost_node(self, worker_group: WorkerGroup) -> bool:
+    def has_lost_node(self, worker_group: WorkerGroup) -> bool:
         """Whether the job has more nodes than there are. Looks once a second."""
         if (now := time.monotonic()) < self.next_look:
             return False

@@ -119,7 +119,7 @@ def copying(tmp_path, monkeypatch):
         (tmp_path / name).mkdir()
     (tmp_path / "ssh").write_text(SSH % tmp_path)
     (tmp_path / "ssh").chmod(0o755)
-    for module in (launcher, launcher.preflight):
+    for module in (launcher, launcher.agreement):
         monkeypatch.setattr(module, "ROOT", tmp_path / "code")
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("RSYNC_OLD_ARGS", "1")  # as before rsync 3.2.4

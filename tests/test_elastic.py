@@ -305,7 +305,7 @@ def test_a_node_is_lost_if_the_job_has_more_than_there_are(nodes, is_lost):
     """One that is there may still have to join."""
     messages = SimpleNamespace(check=lambda _: True, get=lambda _: b"2")
     agent = SimpleNamespace(next_look=0.0, messages=messages)
-    assert Agent._has_lost_node(agent, SimpleNamespace(group_world_size=nodes)) == is_lost
+    assert Agent.has_lost_node(agent, SimpleNamespace(group_world_size=nodes)) == is_lost
 
 
 @pytest.mark.long

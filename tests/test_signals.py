@@ -61,10 +61,10 @@ def test_a_terminal_that_closes_ends_the_run_with_a_snapshot(folder, tmp_path, w
     # The first process of a session gets the terminal that it opens.
     opens = f"import os; [os.dup2(os.open({os.ttyname(terminal)!r}, 2), n) for n in range(3)]"
     with Forked(*command(way, folder, tmp_path), BEFORE=opens, STEP_SECONDS="0.1") as run:
-        seen = ""
+        seen = os.read(master, 4096).decode()
+        os.close(terminal)  # so that the end of the run would end the next line's wait
         while "Epoch 1/10000  train" not in seen:  # after a progress bar
             seen += os.read(master, 4096).decode()
-        os.close(terminal)
         os.close(master)
         assert run.process.wait() == 75
     assert summary(tmp_path / "run")["finished_because"] == "interrupted"
