@@ -68,7 +68,7 @@ class Agent(_Base):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
         if result.state == WorkerState.FAILED:
-            self._judge(first_code(result.failures.values()))
+            self.judge(first_code(result.failures.values()))
         elif result.state == WorkerState.HEALTHY and self.has_lost_node(worker_group):
             for worker in worker_group.workers:
                 with suppress(ProcessLookupError):
@@ -78,7 +78,7 @@ class Agent(_Base):
             return RunResult(state=WorkerState.UNHEALTHY)
         return result
 
-    def _judge(self, code: int) -> None:
+    def judge(self, code: int) -> None:
         """Decide after a failure whether to restart. Raises: `BadInput`, `UserError`."""
         if code == BAD_INPUT and (self.starts == 1 or self.was_bad_input):
             raise BadInput

@@ -345,7 +345,7 @@ def test_only_failures_soon_after_the_start_count_as_failures_in_a_row():
         assert job.ending == ("failed" if number == 8 else "")
         agent.began = time.monotonic() - seconds
         with pytest.raises(UserError) if number == 8 else nullcontext():
-            Agent._judge(agent, 1)
+            Agent.judge(agent, 1)
     assert job.run_host is node.host
 
 

@@ -376,7 +376,7 @@ def test_torchrun_reports_a_process_that_it_has_stopped_as_no_cause(tmp_path):
 
 
 def test_of_torchruns_processes_one_prints_an_error_and_all_have_it(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(errors, "_ending", threading.RLock())
+    monkeypatch.setattr(errors, "ending", threading.RLock())
     monkeypatch.delenv("IMAGENET_REPORTED", raising=False)
     for rank in "01":
         file = tmp_path / f"attempt_0/{rank}/error.json"

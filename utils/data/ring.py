@@ -66,6 +66,7 @@ class Ring(Dataset):
         """Allocate ``slots``. Raises: `UserError` if there is not enough memory."""
         self.dataset, self.sampler = dataset, sampler
         self.uploads: list[Upload | None] = [None] * slots
+        self.has_tried_locking = False
         batch, size = sampler.largest, dataset.size
         length = -(-batch * size * size * 3 // PAGE) * PAGE
         try:
@@ -98,8 +99,12 @@ class Ring(Dataset):
     def lock_pages(self) -> None:
         """Page-lock the memory, so that the GPU copies from it while it computes.
 
-        Call it once, after the workers were forked. If it fails, uploads are only slower.
+        Call it after the workers were forked; again, it does nothing. If it fails, uploads are only
+        slower.
         """
+        if self.has_tried_locking:
+            return
+        self.has_tried_locking = True
         address, size = self.memory.data_ptr(), self.memory.nbytes
         runtime = torch.cuda.cudart()
         assert runtime is not None, "CUDA is initialised, as there are batches on a GPU"
@@ -152,9 +157,8 @@ class RingLoader:
         )
 
     def __iter__(self) -> Iterator[FilledSlot]:
-        is_new = "_loader" not in vars(self)
         filled = iter(self._loader)  # the first time, this forks the workers
-        if is_new and self.page_locked:
+        if self.page_locked:
             self.ring.lock_pages()
         yield from filled
 

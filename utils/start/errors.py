@@ -72,7 +72,7 @@ def writing(place: Path, option: str) -> Iterator[None]:
         raise UserError(f"{text} {option}", on_every_rank=True) from None
 
 
-_ending = threading.RLock()  # never released
+ending = threading.RLock()  # never released
 
 # Advice at the end of messages: how to continue. A training with a run directory has another one,
 # see `utils.run.run_directory`; before that, and in an evaluation, there is nothing to resume.
@@ -106,7 +106,7 @@ def report(error: UserError | OSError) -> int:
     Of an error that every process has, the first one of each node prints it. If two threads report
     an error, the process ends with the first one: the other thread stays here.
     """
-    _ending.acquire()
+    ending.acquire()
     if isinstance(error, OSError):
         place = f"{error.filename}: " if error.filename else ""
         text = f"{place}{error.strerror or error}: correct that, then {how_to_continue}"
