@@ -58,7 +58,7 @@ def check(parser: types.Parser) -> None:
     """
     errors.tolerate_broken_pipe()
     try:
-        with _shared(parser):
+        with _reported_to_other_nodes(parser):
             args = _read(parser, sys.argv[1:], local=True)
             if not args.dummy:
                 parts = [args.part] if args.evaluate else ["train", "val"]
@@ -74,7 +74,7 @@ def parse(parser: types.Parser, words: Sequence[str] | None = None, local: bool 
     Without ``local`` the options are for other machines: files that they name may be missing here.
     """
     if words is None:
-        with _shared(parser):
+        with _reported_to_other_nodes(parser):
             return parse(parser, sys.argv[1:], local)
     # Not at the top: a script imports this module, and calls `check`, before it imports torch.
     import torch
@@ -105,7 +105,7 @@ def parse(parser: types.Parser, words: Sequence[str] | None = None, local: bool 
 
 
 @contextlib.contextmanager
-def _shared(parser: types.Parser) -> Iterator[None]:
+def _reported_to_other_nodes(parser: types.Parser) -> Iterator[None]:
     """An error of this node alone, such as a missing file, also ends the others, which wait."""
     try:
         yield

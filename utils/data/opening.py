@@ -95,7 +95,6 @@ def check_same_classes(root: Path, part: str, classes: list[str], subset: bool) 
     present, known = set(class_folders(root / part)), set(classes)
     differences = {"train": known - present, part: set() if subset else present - known}
     if only := [f"only {k} has {', '.join(sorted(v)[:3])}" for k, v in differences.items() if v]:
-        text = (
-            f"{root}/train and {root}/{part} have different classes: {'; '.join(only)}. Give both "
-        )
-        raise UserError(f"{text}the same, or choose classes with --classes", on_every_rank=True)
+        text = f"{root}/train and {root}/{part} have different classes: {'; '.join(only)}"
+        text += ". Give both the same, or choose classes with --classes"
+        raise UserError(text, on_every_rank=True)

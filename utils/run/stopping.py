@@ -82,8 +82,8 @@ class StopRequest:
         self.ask(Reason.INTERRUPTED)
         if self.world.local_rank == 0:  # os.write, as a signal may interrupt print or logging
             # A launcher passes each signal on as SIGTERM: the user may have pressed Ctrl-C.
-            told = signum == signal.SIGTERM and signals.has_launcher()
-            name = "" if told else f"{signal.Signals(signum).name}: "
+            passed_on = signum == signal.SIGTERM and signals.has_launcher()
+            name = "" if passed_on else f"{signal.Signals(signum).name}: "
             text = f"{name}stopping after this step, with a snapshot\n"
             with contextlib.suppress(OSError):  # on a terminal, below the bar and an echoed ^C
                 os.write(1, ("\n" * os.isatty(1) + text).encode())

@@ -41,7 +41,7 @@ from utils.start.orphans import LAUNCHER, die_with_launcher
 
 MARKER = "IMAGENET_SUITE"  # environment variable by which scripts/cleanup.sh recognises us
 GRACE_SECONDS = 15.0  # for the others to exit once one process has failed
-TELL_SECONDS = 30.0  # for other nodes to import torch and come to the pre-flight check
+REPORT_SECONDS = 30.0  # for other nodes to import torch and come to the pre-flight check
 MOST_FILES = 2**20  # some programs go through all numbers up to the limit
 # Options of ulimit, and the minimum below which torch aborts or hangs.
 LIMITS = {"-n": (resource.RLIMIT_NOFILE, 64), "-v": (resource.RLIMIT_AS, 2**32)}
@@ -368,9 +368,9 @@ def end_all_nodes(error: UserError) -> None:
         return
     if nodes > 1:
         code = errors.report(error)
-        print(f"telling the other nodes, for at most {TELL_SECONDS:g} s", flush=True)
+        print(f"reporting this to the other nodes, for at most {REPORT_SECONDS:g} s", flush=True)
         with contextlib.suppress(UserError, OSError):
-            preflight.meet(rank, nodes, 1, master, TELL_SECONDS, error)
+            preflight.meet(rank, nodes, 1, master, REPORT_SECONDS, error)
         exit_now(code)
 
 

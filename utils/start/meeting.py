@@ -51,10 +51,8 @@ def meet_all(address: tuple[str, int], rank: int, size: int, seconds: float) -> 
         _leave(store, here if hosts else 0)
         raise
     except RuntimeError as error:  # DistNetworkError
-        text = (
-            f"lost touch with the store of the job at {address[0]}:{address[1]}, which ends with "
-        )
-        text += "node 0: look at what it has printed, then start all nodes again"
+        text = f"lost touch with the store of the job at {address[0]}:{address[1]}, which ends "
+        text += "with node 0: look at what it has printed, then start all nodes again"
         raise UserError(text, on_every_rank=True, code=LOST_PEER) from error
     was_twice = store.check([twice])
     if here == size and not was_twice:
